@@ -1,0 +1,73 @@
+"""How tracing grows with depth: time and nodes of dsv3-16b from 4 to 27 layers, no device needed.
+
+    python benchmarks/trace_scaling.py --out benchmarks/results/FILE.json
+
+Meta tensors and a group of sizes only; each depth is traced three times, the median counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from interlace.train.presets import PRESETS
+from interlace.train.trace_command import trace_on_meta
+
+DEPTHS = (4, 8, 16, 27)
+REPEATS = 3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--preset", default="dsv3-16b")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    config = PRESETS[args.preset]
+    trace_on_meta(replace(config, model=replace(config.model, num_layers=2)))  # warm up
+    rows = []
+    for depth in DEPTHS:
+        shallow = replace(config, model=replace(config.model, num_layers=depth))
+        seconds = []
+        for _ in range(REPEATS):
+            began = time.perf_counter()
+            traced = trace_on_meta(shallow)
+            seconds.append(time.perf_counter() - began)
+        nodes = len(traced.gm.graph.nodes)
+        passes = sum(r.seconds for r in traced.reports)
+        rows.append(
+            {
+                "layers": depth,
+                "nodes": nodes,
+                "seconds": round(statistics.median(seconds), 3),
+                "seconds_spread": [round(min(seconds), 3), round(max(seconds), 3)],
+                "passes_seconds": round(passes, 3),
+            }
+        )
+        print(json.dumps(rows[-1]), flush=True)
+    for kind in ("nodes", "seconds"):
+        growth = [
+            round((b[kind] - a[kind]) / (b["layers"] - a["layers"]), 3) for a, b in pairwise(rows)
+        ]
+        print(f"{kind} a layer, from depth to depth: {growth}")
+    if args.out:
+        report = {
+            "date": time.strftime("%Y-%m-%d"),
+            "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, no GPU",
+            "torch": torch.__version__,
+            "preset": args.preset,
+            "rows": rows,
+        }
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""The only door to private torch names and to optional packages.
+
+Every wrapper has our name, says why it is needed, where it was tested and what public API would
+replace it; ``tests/test_compat.py`` asserts its behaviour.  Importing this module checks the torch
+version once.  Tested on torch 2.11.0 and 2.13.0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.autograd.graph import Node as AutogradNode
+
+TORCH_MIN, TORCH_BELOW = (2, 11), (2, 14)
+
+
+def _check_version(version: str) -> None:
+    """Raises ImportError for a torch outside of the supported range."""
+    found = tuple(int(x) for x in re.findall(r"\d+", version)[:2])
+    if not TORCH_MIN <= found < TORCH_BELOW:
+        low, high = (".".join(map(str, v)) for v in (TORCH_MIN, TORCH_BELOW))
+        raise ImportError(
+            f"interlace needs torch >= {low} and < {high}, found {version}; "
+            f"install a supported one, for example: pip install 'torch>={low},<{high}'"
+        )
+
+
+_check_version(torch.__version__)
+
+
+# --- pytrees: torch.utils._pytree is what make_fx and autograd use; a public torch.utils.pytree
+# exists from 2.9 on without tree_map_only.
+
+
+def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
+    """Leaves of a nested container, and the structure to build it again."""
+    return torch.utils._pytree.tree_flatten(tree)
+
+
+def tree_unflatten(leaves: list[Any], spec: Any) -> Any:
+    """The inverse of :func:`tree_flatten`."""
+    return torch.utils._pytree.tree_unflatten(leaves, spec)
+
+
+def tree_map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    """Applies ``fn`` to each tensor of a nested container, leaving the rest."""
+    return torch.utils._pytree.tree_map_only(torch.Tensor, fn, tree)
+
+
+# --- many tensors in one launch: no public spelling exists.
+
+
+def add_each_(targets: list[torch.Tensor], others: list[torch.Tensor]) -> None:
+    """``targets[i] += others[i]`` in few kernels."""
+    torch._foreach_add_(targets, others)
+
+
+# --- autograd sequence numbers: which call created a grad_fn.  No public reader exists.
+
+
+def next_sequence_number() -> int:
+    """The number that the next grad_fn of this thread gets; it only grows."""
+    return int(torch.autograd._get_sequence_nr())
+
+
+def sequence_number(node: AutogradNode) -> int:
+    """The number that a grad_fn got when it was made."""
+    return int(node._sequence_nr())
+
+
+# --- fake tensors: shapes without memory.  make_fx makes its own mode; ours is needed to trace
+# models that were never allocated and to share one mode between two traces.
+
+
+@contextlib.contextmanager
+def fake_mode() -> Iterator[Any]:
+    """A mode in which factory functions and converted tensors have no memory."""
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()) as mode:
+        yield mode
+
+
+def to_fake(mode: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """A fake twin with static shape; parameters stay parameters."""
+    return mode.from_tensor(tensor, static_shapes=True)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no memory behind it (a fake tensor)."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
+def new_dynamic_size(minimum: int = 0) -> Any:
+    """Inside a fake kernel: a size that only the run will tell."""
+    return torch.library.get_ctx().new_dynamic_size(min=minimum)
+
+
+def op_is_mutable(target: Any) -> bool:
+    """Whether an operator's schema writes to an argument."""
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+
+def op_is_random(target: Any) -> bool:
+    """Whether an operator draws from a random generator."""
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and torch.Tag.nondeterministic_seeded in target.tags
+    )
+
+
+def op_namespace(target: Any) -> str:
+    """``aten`` of ``aten.add.Tensor``; empty for a plain function."""
+    return target.namespace if isinstance(target, torch._ops.OpOverload) else ""
+
+
+def mark_effectful(op: Any) -> None:
+    """Keeps an operator from being removed as dead by torch's own passes."""
+    fx.node.has_side_effect(op)
+
+
+def package_available(name: str) -> bool:
+    """Whether an optional package could be imported, without importing it."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False

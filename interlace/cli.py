@@ -1,0 +1,318 @@
+"""The ``interlace`` command.
+
+torch is imported inside the commands alone, so that help and settings errors come at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from interlace import __version__
+from interlace.train.launch import in_worker, launch, report_failure
+
+if TYPE_CHECKING:
+    from interlace.train.config import Config
+    from interlace.train.world import World
+
+# More local processes than this are never started without being asked for.
+_MAX_OWN_PROCESSES = 8
+_SETTINGS_ERROR, _FAILED, _DIFFERENT = 2, 1, 1
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors are one line, as everywhere else."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{self.prog}: {message}; see {self.prog} --help.")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; its exit code.  A worker that fails ends its process here and now."""
+    arguments = sys.argv[1:] if argv is None else argv
+    try:
+        return _dispatch(arguments)
+    except KeyboardInterrupt:
+        if in_worker():
+            os._exit(130)
+        return 130
+    except BrokenPipeError:
+        if in_worker():
+            os._exit(_FAILED)
+        # The reader of our output, such as head, has left; nothing is wrong, nothing is to be said.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as error:
+        expected = _is_expected(error)
+        if not expected and not in_worker():
+            raise
+        text = f"interlace: error: {error}" if expected else traceback.format_exc()
+        report_failure(text, expected=expected)
+        code = _SETTINGS_ERROR if expected else _FAILED
+        if in_worker():
+            # Peers see a closed connection within a second; cleaning up could wait for them.
+            sys.stdout.flush()
+            os._exit(code)
+        return code
+
+
+def _is_expected(error: Exception) -> bool:
+    """A ValueError, or a refusal to import, of our own code is a message to the user."""
+    if isinstance(error, ModuleNotFoundError) or not isinstance(error, ValueError | ImportError):
+        return False
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    return frame is not None and frame.tb_frame.f_globals.get("__name__", "").startswith(
+        "interlace"
+    )
+
+
+def _dispatch(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return 0
+    if argv[0] in ("-V", "--version"):
+        print(f"interlace {__version__}")
+        return 0
+    name, *rest = argv
+    if name not in _COMMANDS:
+        close = difflib.get_close_matches(name, _COMMANDS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"commands: {', '.join(_COMMANDS)}."
+        raise ValueError(f"unknown command {name!r}; {hint}")
+    return _COMMANDS[name][0](rest)
+
+
+def _overview() -> str:
+    width = max(map(len, _COMMANDS))
+    lines = [f"  {name:{width}}  {summary}" for name, (_, summary, _) in _COMMANDS.items()]
+    examples = [f"  {example}" for _, _, example in _COMMANDS.values()]
+    return "\n".join(
+        [
+            "usage: interlace COMMAND ...",
+            "",
+            "Train mixture-of-experts models on PyTorch without making the GPUs wait.",
+            "",
+            *lines,
+            "",
+            "examples:",
+            *examples,
+            "",
+            "interlace COMMAND --help tells more; interlace --version the version.",
+        ]
+    )
+
+
+def _parser(name: str, usage: str) -> _Parser:
+    _, summary, example = _COMMANDS[name]
+    parser = _Parser(
+        prog=f"interlace {name}",
+        usage=f"interlace {name} {usage}",
+        description=summary,
+        epilog=f"example: {example}",
+        allow_abbrev=False,
+        add_help=False,
+    )
+    parser.add_argument("-h", "--help", action="store_true", help="show this message")
+    return parser
+
+
+def _parse(parser: _Parser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Options of the command, and the rest: preset or file, then dotted settings."""
+    options, rest = parser.parse_known_args(argv)
+    if not options.help:
+        return options, rest
+    if rest:  # interlace train PRESET --help
+        from interlace.train.config import load_config
+
+        load_config([*rest, "--help"])
+    print(parser.format_help())
+    raise SystemExit(0)
+
+
+# --- commands -------------------------------------------------------------------------------------
+
+_TARGET = "PRESET|FILE.toml [--section.setting VALUE ...] [options]"
+_SETTINGS_HINT = "Every setting of a preset: interlace train PRESET --help"
+
+
+def _train(argv: list[str]) -> int:
+    parser = _parser("train", _TARGET)
+    parser.description = f"{parser.description}.  {_SETTINGS_HINT}"
+    parser.add_argument("--dry-run", action="store_true", help="print and save the settings only")
+    _add_nproc(parser)
+    options, rest = _parse(parser, argv)
+    config, size = _load(rest, options.nproc, planning=options.dry_run)
+    if options.dry_run or not in_worker():
+        _save(config, echo=options.dry_run)
+    if options.dry_run:
+        return 0
+
+    def work(world: World) -> bool:
+        from interlace.train.loop import train
+
+        train(config, world)
+        return True
+
+    return _run(["train", *argv], config, size, work)
+
+
+def _verify(argv: list[str]) -> int:
+    parser = _parser("verify", _TARGET)
+    parser.add_argument("--arms", default="all", help="comma-separated, or all (default)")
+    parser.add_argument("--steps", type=int, default=20, help="steps of each arm (default 20)")
+    parser.add_argument("--json", type=Path, help="write the result to this file too")
+    _add_nproc(parser)
+    options, rest = _parse(parser, argv)
+    config, size = _load(rest, options.nproc)
+    arms = _arms(options.arms)
+    if options.steps < 1:
+        raise ValueError(f"--steps {options.steps} must be at least 1; nearest: 1.")
+    if options.json and (options.json.is_dir() or not options.json.absolute().parent.is_dir()):
+        raise ValueError(f"--json {options.json}: no file can be written there; name another path.")
+
+    def work(world: World) -> bool:
+        from interlace.train.verify import verify
+
+        return verify(config, world, arms, options.steps, options.json)
+
+    return _run(["verify", *argv], config, size, work)
+
+
+def _trace(argv: list[str]) -> int:
+    parser = _parser("trace", _TARGET)
+    parser.add_argument("--out", type=Path, help="folder for the graph and its summary")
+    options, rest = _parse(parser, argv)
+    if options.out is None:
+        raise ValueError("--out DIR is missing: the folder for the graph and its summary.")
+    if options.out.exists() and not options.out.is_dir():
+        raise ValueError(f"--out {options.out} is a file; name a folder.")
+    config, _ = _load(rest, planning=True)
+    from interlace.train.trace_command import trace_command
+
+    trace_command(config, options.out)
+    return 0
+
+
+def _doctor(argv: list[str]) -> int:
+    parser = _parser("doctor", "[--json]")
+    parser.add_argument("--json", action="store_true", help="machine-readable")
+    options, rest = parser.parse_known_args(argv)
+    if options.help:
+        print(parser.format_help())
+        return 0
+    if rest:
+        raise ValueError(f"interlace doctor: unknown argument {rest[0]}; it takes --json alone.")
+    from interlace.train.doctor import doctor
+
+    return doctor(as_json=options.json)
+
+
+_COMMANDS: dict[str, tuple[Callable[[list[str]], int], str, str]] = {
+    "train": (
+        _train,
+        "train a model",
+        "interlace train dsv3-tiny --training.steps 20 --nproc 2",
+    ),
+    "verify": (
+        _verify,
+        "run arms from the same start and compare them bitwise",
+        "interlace verify dsv3-tiny --arms eager,control --steps 20 --json verify.json",
+    ),
+    "trace": (
+        _trace,
+        "write the training step as one graph, and a summary of it",
+        "interlace trace dsv3-tiny --out runs/trace",
+    ),
+    "doctor": (
+        _doctor,
+        "what this machine can run, and why not",
+        "interlace doctor --json",
+    ),
+}
+
+
+# --- processes ------------------------------------------------------------------------------------
+
+
+def _add_nproc(parser: _Parser) -> None:
+    parser.add_argument(
+        "--nproc", type=int, help="local processes (default: what the settings are made for)"
+    )
+
+
+def _load(
+    rest: list[str], nproc: int | None = None, *, planning: bool = False
+) -> tuple[Config, int]:
+    """The checked settings, and the number of processes they will run on."""
+    from interlace.train.config import check, load_config, num_processes
+
+    config = load_config(rest)
+    if in_worker():
+        text = os.environ.get("WORLD_SIZE", "1")
+        if not text.isdecimal():
+            raise ValueError(f"the environment variable WORLD_SIZE={text!r} is not a number.")
+        size = int(text)
+    elif nproc is not None:
+        size = nproc
+    else:
+        size = num_processes(config)
+        if size > _MAX_OWN_PROCESSES and not planning:
+            raise ValueError(
+                f"parallelism.expert_parallel_degree={size} means {size} processes, more than the "
+                f"{_MAX_OWN_PROCESSES} that are started unasked; use torchrun, or --nproc {size}."
+            )
+    if size < 1:
+        raise ValueError(f"--nproc {size} must be at least 1; nearest: 1.")
+    check(config, size)
+    return config, size
+
+
+def _run(argv: list[str], config: Config, size: int, work: Callable[[World], bool]) -> int:
+    """Do the work in place, or in as many local workers as it needs."""
+    if size > 1 and not in_worker():
+        return launch(argv, size)
+    from interlace.train.world import close_world, init_world
+
+    world = init_world(config)
+    good = work(world)
+    close_world(world)
+    return 0 if good else _DIFFERENT
+
+
+def _arms(text: str) -> list[str]:
+    from interlace.train.config import ARMS
+
+    arms = list(ARMS) if text == "all" else [arm for arm in text.split(",") if arm]
+    for arm in arms:
+        if arm not in ARMS:
+            close = difflib.get_close_matches(arm, ARMS, n=1)
+            hint = f"; did you mean {close[0]}?" if close else "."
+            raise ValueError(f"--arms: unknown arm {arm!r}, legal: {', '.join(ARMS)}{hint}")
+    if not arms:
+        raise ValueError(f"--arms names no arm; legal: all, {', '.join(ARMS)}.")
+    return list(dict.fromkeys(arms))
+
+
+def _save(config: Config, *, echo: bool) -> None:
+    """Write the resolved settings to metrics.folder; print them on a dry run."""
+    from interlace.train.config import to_toml
+
+    text, path = to_toml(config), Path(config.metrics.folder) / "config.toml"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(
+            f"metrics.folder={config.metrics.folder} cannot be written: {error.strerror}; name "
+            f"another folder."
+        ) from None
+    if echo:
+        print(text, end="")
+        print(f"# saved as {path}", file=sys.stderr)

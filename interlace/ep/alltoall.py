@@ -1,0 +1,191 @@
+"""The ``alltoall`` backend: pack, one all-to-all, unpack; every rearrangement is a gather.
+
+Legend: T tokens, K choices a token, N = T * K slots (slot t * K + k is choice k of token t),
+        W ranks, E experts, e = E / W local experts, S rows sent, R expert-major rows, H hidden.
+
+A plan is five index vectors, worked out once from the chosen experts and used by forward,
+recompute and backward alike:
+
+    send_slot_S    slot whose row is sent at position s of the send buffer
+    send_token_S   its token, send_slot // K
+    slot_pos_N     position in the send buffer at which slot n left, and at which it returns
+    expert_src_R   position in the receive buffer of expert-major row r
+    recv_dst_S     expert-major row that answers receive position s
+
+Exact mode: the buffers are as long as the routing needs, sizes are read on the host.
+Padded mode: each peer has a block of ``block_rows`` rows, S = R = W * block_rows, nothing is read
+on the host.  What does not fit is cut at the sender and counted in ``overflow``.
+
+Example, exact, W=2, E=4, K=1, ids [2, 0, 3, 0]: slots sorted by expert are [1, 3, 0, 2]; experts 0
+and 1 live here: send_slot = [1, 3, 0, 2], splits [2, 2], slot_pos = [2, 0, 3, 1].
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from interlace.ep import pending
+from interlace.ep.transport import Group, all_to_all
+
+NUM_META = 6
+SEND_SLOT, SEND_TOKEN, SLOT_POS, EXPERT_SRC, RECV_DST, SPLITS = range(NUM_META)
+
+
+def plan(
+    ids_TK: Tensor, num_experts: int, block_rows: int | None, group: Group
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    """Returns counts_e int64, offsets int32 (e+1,), live (1,), overflow (1,) and the index vectors.
+
+    Collective: all ranks of the group call it in the same order.
+    Sync: the host in exact mode, none in padded mode.
+    """
+    num_slots, top_k = ids_TK.numel(), ids_TK.shape[1]
+    sorted_ids_N, order_N = ids_TK.reshape(-1).sort(stable=True)
+    experts = torch.arange(num_experts + 1, device=ids_TK.device)
+    starts = torch.searchsorted(sorted_ids_N, experts)  # (E+1,), no atomics
+    block_starts_W = starts[:: num_experts // group.size][:-1]
+    if block_rows is None:
+        sent_WE = starts.diff().view(group.size, -1)
+        overflow = starts.new_zeros(1, dtype=torch.int32)
+        send_slot, slot_pos = order_N, _inverse(order_N)
+    else:
+        ends_We = starts[1:].view(group.size, -1) - block_starts_W[:, None]
+        overflow = (ends_We[:, -1].amax() - block_rows).clamp(min=0).to(torch.int32).view(1)
+        ends_We = ends_We.clamp(max=block_rows)
+        sent_WE = ends_We.diff(dim=1, prepend=ends_We.new_zeros(group.size, 1))
+        within_B = torch.arange(block_rows, device=ids_TK.device)
+        taken = (block_starts_W[:, None] + within_B).clamp(max=max(num_slots - 1, 0))
+        send_slot = order_N[taken.view(-1)]
+        peer_N = sorted_ids_N // (num_experts // group.size)
+        within_N = torch.arange(num_slots, device=ids_TK.device) - block_starts_W[peer_N]
+        position_N = torch.where(within_N < block_rows, peer_N * block_rows + within_N, -1)
+        slot_pos = torch.empty_like(order_N)
+        slot_pos[order_N] = position_N
+
+    received_We = torch.empty_like(sent_WE)
+    all_to_all(received_We, sent_WE.contiguous(), group)()
+    counts_e = received_We.sum(0)
+    offsets = torch.nn.functional.pad(counts_e.cumsum(0), (1, 0)).to(torch.int32)
+    if block_rows is None:
+        splits = torch.stack([sent_WE.sum(1), received_We.sum(1)]).cpu()
+        expert_src = _expert_major_exact(received_We, int(splits[1].sum()))
+    else:
+        splits = torch.empty(0, dtype=torch.int64)
+        expert_src = _expert_major_padded(received_We, block_rows)
+    meta = [send_slot, send_slot // top_k, slot_pos, expert_src, _inverse(expert_src), splits]
+    return counts_e, offsets, offsets[-1:].to(torch.int64), overflow, meta
+
+
+def _inverse(permutation: Tensor) -> Tensor:
+    inverse = torch.empty_like(permutation)
+    inverse[permutation] = torch.arange(permutation.numel(), device=permutation.device)
+    return inverse
+
+
+def _expert_major_exact(received_We: Tensor, num_rows: int) -> Tensor:
+    """Rows arrive by (rank, expert, slot) and are wanted by (expert, rank, slot)."""
+    row = torch.arange(num_rows, device=received_We.device)
+    segment = torch.searchsorted(received_We.reshape(-1).cumsum(0), row, right=True)
+    return (segment % received_We.shape[1]).argsort(stable=True)
+
+
+def _expert_major_padded(received_We: Tensor, block_rows: int) -> Tensor:
+    """The same with fixed blocks; rows that nobody sent sort behind the last expert."""
+    num_ranks = received_We.shape[0]
+    within = torch.arange(block_rows, device=received_We.device).expand(num_ranks, -1).contiguous()
+    expert = torch.searchsorted(received_We.cumsum(1), within, right=True)
+    return expert.reshape(-1).argsort(stable=True)
+
+
+def dispatch_launch(
+    x_TH: Tensor, scores_TK: Tensor | None, meta: list[Tensor], out_rows: int, group: Group
+) -> tuple[Tensor, Tensor]:
+    """Sends each slot's row to its expert; with scores, row = score * x, rounded once."""
+    sent = x_TH.index_select(0, meta[SEND_TOKEN])
+    if scores_TK is not None:
+        weight = scores_TK.reshape(-1).index_select(0, meta[SEND_SLOT])
+        sent = (sent.float() * weight[:, None]).to(x_TH.dtype)
+    return _exchange(sent, meta, meta[EXPERT_SRC], group, to_experts=True)
+
+
+def combine_launch(
+    y_RH: Tensor, meta: list[Tensor], out_rows: int, group: Group
+) -> tuple[Tensor, Tensor]:
+    """Sends each expert-major row back to where it came from: the send buffer's layout."""
+    sent = y_RH if group.size == 1 else y_RH.index_select(0, meta[RECV_DST])
+    return _exchange(sent, meta, None, group, to_experts=False)
+
+
+def _exchange(
+    sent: Tensor, meta: list[Tensor], order: Tensor | None, group: Group, *, to_experts: bool
+) -> tuple[Tensor, Tensor]:
+    if group.size == 1:  # rows sorted by expert are expert-major rows: nothing to move or copy
+        return sent, pending.start(lambda: None)
+    splits: list[list[int] | None] = [None, None]
+    if meta[SPLITS].numel():
+        splits = meta[SPLITS].tolist()
+    in_splits, out_splits = splits if to_experts else splits[::-1]
+    rows = sent.shape[0] if out_splits is None else sum(out_splits)
+    received = sent.new_empty(rows, sent.shape[1])
+    result = received if order is None else torch.empty_like(received)
+
+    def unpack() -> None:
+        if order is not None:
+            torch.index_select(received, 0, order, out=result)
+
+    if not sent.is_cuda:
+        wait = all_to_all(received, sent, group, out_splits, in_splits)
+
+        def finish() -> None:
+            wait()
+            unpack()
+
+        return result, pending.start(finish, sent)
+
+    # All memory comes from the compute stream, whose later kernels come after the wait's event:
+    # nothing needs record_stream, the table holds the references until then.
+    stream = pending.exchange_stream(sent.device)
+    stream.wait_stream(torch.cuda.current_stream(sent.device))
+    with torch.cuda.stream(stream):
+        all_to_all(received, sent, group, out_splits, in_splits)()
+        unpack()
+        done = torch.cuda.Event()
+        done.record(stream)
+    token = pending.start(
+        lambda: torch.cuda.current_stream(sent.device).wait_event(done), sent, received, order
+    )
+    return result, token
+
+
+def combine_finish(
+    slots_SH: Tensor, scores_TK: Tensor | None, meta: list[Tensor], top_k: int
+) -> Tensor:
+    """out[t] = sum over k of score[t, k] * returned row; float32, k = 0..K-1, rounded once.
+
+    A slot that was cut counts as zero.
+    """
+    pos_TK = meta[SLOT_POS].view(-1, top_k)
+    out_TH = slots_SH.new_zeros(pos_TK.shape[0], slots_SH.shape[1], dtype=torch.float32)
+    for k in range(top_k):
+        row_TH = _slot_rows(slots_SH, pos_TK[:, k], cut=not meta[SPLITS].numel())
+        if scores_TK is not None:
+            row_TH *= scores_TK[:, k, None]
+        out_TH += row_TH
+    return out_TH.to(slots_SH.dtype)
+
+
+def score_grad(slots_SH: Tensor, grad_TH: Tensor, meta: list[Tensor], top_k: int) -> Tensor:
+    """d score[t, k] = <returned row, grad[t]>, float32."""
+    pos_TK = meta[SLOT_POS].view(-1, top_k)
+    grad = grad_TH.float()
+    cut = not meta[SPLITS].numel()
+    columns = [(_slot_rows(slots_SH, pos_TK[:, k], cut=cut) * grad).sum(1) for k in range(top_k)]
+    return torch.stack(columns, 1)
+
+
+def _slot_rows(slots_SH: Tensor, pos_T: Tensor, *, cut: bool) -> Tensor:
+    if not cut:
+        return slots_SH.index_select(0, pos_T).float()
+    rows = slots_SH.index_select(0, pos_T.clamp(min=0)).float()
+    return torch.where(pos_T[:, None] >= 0, rows, 0.0)

@@ -1,0 +1,193 @@
+"""The exchange as operators: plan, launch, wait, finish.  Graph passes see these with any backend.
+
+Legend: T tokens, K choices, N = T * K slots, E experts, e local experts, W ranks, H hidden,
+        S rows of the send buffer, R expert-major rows.
+
+No schema declares that a result aliases an argument: ``wait`` returns its input as torch's own
+collectives do, because custom operators that say so are refused by functionalisation.  Backward
+issues launch and wait as well, so that a schedule can pull them apart there too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from interlace import _compat
+from interlace.ep import alltoall, pending
+from interlace.ep.transport import get_group
+from interlace.graph.comm import CommSpec, register_blocking, register_comm
+
+BACKENDS = ("alltoall",)
+
+_lib = torch.library.Library("ep", "DEF")
+_lib.define(
+    "plan(Tensor topk_ids, int num_experts, int? block_rows, str group, str backend)"
+    " -> (Tensor counts, Tensor offsets, Tensor live, Tensor overflow, Tensor[] meta)"
+)
+_lib.define(
+    "dispatch_launch(Tensor x, Tensor? scores, Tensor[] meta, Tensor? reuse, SymInt out_rows,"
+    " int buffer_set, str group, str backend) -> (Tensor pending, Tensor token)"
+)
+_lib.define(
+    "combine_launch(Tensor y, Tensor[] meta, Tensor? reuse, SymInt out_rows,"
+    " int buffer_set, str group, str backend) -> (Tensor pending, Tensor token)"
+)
+_lib.define("wait(Tensor pending, Tensor token) -> Tensor")
+_lib.define(
+    "combine_finish(Tensor slots, Tensor? scores, Tensor[] meta, int top_k, str backend) -> Tensor"
+)
+_lib.define(
+    "score_grad(Tensor slots, Tensor grad, Tensor[] meta, int top_k, str backend) -> Tensor"
+)
+
+
+def check_backend(backend: str) -> None:
+    """ValueError for a backend that is not there, naming those that are."""
+    if backend not in BACKENDS:
+        raise ValueError(f"ep.backend: {backend!r} is unknown; available: {', '.join(BACKENDS)}.")
+
+
+def _plan(
+    ids: Tensor, num_experts: int, block_rows: int | None, group: str, backend: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    check_backend(backend)
+    return alltoall.plan(ids, num_experts, block_rows, get_group(group))
+
+
+def _dispatch_launch(
+    x: Tensor,
+    scores: Tensor | None,
+    meta: list[Tensor],
+    reuse: Tensor | None,
+    out_rows: int,
+    buffer_set: int,
+    group: str,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    return alltoall.dispatch_launch(x, scores, meta, out_rows, get_group(group))
+
+
+def _combine_launch(
+    y: Tensor,
+    meta: list[Tensor],
+    reuse: Tensor | None,
+    out_rows: int,
+    buffer_set: int,
+    group: str,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    return alltoall.combine_launch(y, meta, out_rows, get_group(group))
+
+
+def _wait(value: Tensor, token: Tensor) -> Tensor:
+    pending.finish(token)
+    return value
+
+
+def _combine_finish(
+    slots: Tensor, scores: Tensor | None, meta: list[Tensor], top_k: int, backend: str
+) -> Tensor:
+    return alltoall.combine_finish(slots, scores, meta, top_k)
+
+
+def _score_grad(
+    slots: Tensor, grad: Tensor, meta: list[Tensor], top_k: int, backend: str
+) -> Tensor:
+    return alltoall.score_grad(slots, grad, meta, top_k)
+
+
+for _name, _fn in {
+    "plan": _plan,
+    "dispatch_launch": _dispatch_launch,
+    "combine_launch": _combine_launch,
+    "wait": _wait,
+    "combine_finish": _combine_finish,
+    "score_grad": _score_grad,
+}.items():
+    for _key in ("CPU", "CUDA"):
+        _lib.impl(_name, _fn, _key)
+
+
+# --- shapes without values.  In exact mode the number of rows is a size that only the run tells.
+
+
+@torch.library.register_fake("ep::plan", lib=_lib)
+def _plan_fake(
+    ids: Tensor, num_experts: int, block_rows: int | None, group: str, backend: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    check_backend(backend)
+    size, slots = get_group(group).size, ids.numel()
+    sent = slots if block_rows is None else size * block_rows
+    if block_rows is not None:
+        rows = sent
+    else:
+        rows = slots if size == 1 else _compat.new_dynamic_size()
+    local = num_experts // size
+    meta = [ids.new_empty(n) for n in (sent, sent, slots, rows, rows)]
+    splits_shape = (0,) if block_rows is not None else (2, size)
+    return (
+        ids.new_empty(local),
+        ids.new_empty(local + 1, dtype=torch.int32),
+        ids.new_empty(1),
+        ids.new_empty(1, dtype=torch.int32),
+        [*meta, torch.empty(splits_shape, dtype=torch.int64, device="cpu")],
+    )
+
+
+@torch.library.register_fake("ep::dispatch_launch", lib=_lib)
+def _dispatch_launch_fake(
+    x: Tensor,
+    scores: Tensor | None,
+    meta: list[Tensor],
+    reuse: Tensor | None,
+    out_rows: Any,
+    *_: Any,
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(out_rows, x.shape[1]), _token_fake()
+
+
+@torch.library.register_fake("ep::combine_launch", lib=_lib)
+def _combine_launch_fake(
+    y: Tensor, meta: list[Tensor], reuse: Tensor | None, out_rows: Any, *_: Any
+) -> tuple[Tensor, Tensor]:
+    return y.new_empty(out_rows, y.shape[1]), _token_fake()
+
+
+def _token_fake() -> Tensor:
+    return torch.empty(1, dtype=torch.int64, device="cpu")
+
+
+@torch.library.register_fake("ep::wait", lib=_lib)
+def _wait_fake(value: Tensor, token: Tensor) -> Tensor:
+    return torch.empty_like(value)
+
+
+@torch.library.register_fake("ep::combine_finish", lib=_lib)
+def _combine_finish_fake(
+    slots: Tensor, scores: Tensor | None, meta: list[Tensor], top_k: int, backend: str
+) -> Tensor:
+    return slots.new_empty(meta[alltoall.SLOT_POS].shape[0] // top_k, slots.shape[1])
+
+
+@torch.library.register_fake("ep::score_grad", lib=_lib)
+def _score_grad_fake(
+    slots: Tensor, grad: Tensor, meta: list[Tensor], top_k: int, backend: str
+) -> Tensor:
+    return grad.new_empty(grad.shape[0], top_k, dtype=torch.float32)
+
+
+_ops = torch.ops.ep
+register_blocking(_ops.plan.default, "ep")
+register_comm(
+    CommSpec(
+        "dispatch", _ops.dispatch_launch.default, _ops.wait.default, "ep", 5, 3, token_exchange=True
+    )
+)
+register_comm(
+    CommSpec(
+        "combine", _ops.combine_launch.default, _ops.wait.default, "ep", 4, 2, token_exchange=True
+    )
+)

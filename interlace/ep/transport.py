@@ -1,0 +1,94 @@
+"""What carries the bytes of an exchange: a process group, a mirror of this process, or nothing.
+
+Groups are registered by name, because an operator's schema can carry a string and not a process
+group.  Kinds of group:
+
+``single``    one rank; there is no exchange.
+``process``   a torch process group (NCCL, gloo).
+``loopback``  this process stands for W ranks that mirror it: what rank 0 would send to rank r comes
+              back as what rank r sends to rank 0.  Same buffers, bytes, launches and waits.
+``abstract``  sizes only, for tracing without peers; running it is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class Group:
+    """A named set of ranks that exchange tokens; ``kind`` as in the module's docstring."""
+
+    name: str
+    size: int
+    rank: int
+    kind: str
+    process_group: ProcessGroup | None = None
+
+
+_groups: dict[str, Group] = {"single": Group("single", 1, 0, "single")}
+
+
+def register_group(group: Group) -> None:
+    """Makes a group known under its name; registering the name again replaces it."""
+    kinds = ("single", "process", "loopback", "abstract")
+    if group.kind not in kinds:
+        raise ValueError(f"register_group: unknown kind {group.kind!r}; one of {', '.join(kinds)}.")
+    if group.kind == "process" and group.process_group is None:
+        raise ValueError(f"register_group: group {group.name!r} of kind process has no group.")
+    _groups[group.name] = group
+
+
+def drop_group(name: str) -> None:
+    """Forgets a group, before its process group is destroyed."""
+    if name != "single":
+        _groups.pop(name, None)
+
+
+def get_group(name: str) -> Group:
+    """The group of that name; ValueError lists the known ones."""
+    if name not in _groups:
+        raise ValueError(
+            f"exchange group {name!r} is unknown; known: {', '.join(sorted(_groups))}."
+        )
+    return _groups[name]
+
+
+def all_to_all(
+    out: Tensor,
+    source: Tensor,
+    group: Group,
+    out_splits: list[int] | None = None,
+    in_splits: list[int] | None = None,
+) -> Callable[[], None]:
+    """Starts an all-to-all of rows; the result must be called before ``out`` is read.
+
+    Shapes: dim 0 of ``source`` is split by ``in_splits`` (equal parts when None), one part a rank;
+            ``out`` receives ``out_splits`` likewise.
+    Sync:   CUDA: the current stream, the host is not blocked.  CPU: the call of the result blocks.
+    """
+    if group.kind in ("single", "loopback"):
+        out.copy_(source)
+        return _nothing
+    if group.kind == "abstract":
+        raise ValueError(
+            f"exchange group {group.name!r} has sizes only and cannot move tokens; "
+            "it serves tracing and planning. Use loopback or start the processes."
+        )
+    import torch.distributed as dist
+
+    work = dist.all_to_all_single(
+        out, source, out_splits, in_splits, group=group.process_group, async_op=True
+    )
+    return lambda: work.wait() and None
+
+
+def _nothing() -> None:
+    return None

@@ -1,0 +1,501 @@
+"""Every setting of a run: frozen dataclasses, read from presets, TOML files and dotted flags.
+
+A setting has one dotted name everywhere: ``training.steps`` in errors, ``[training] steps = 20``
+in a file, ``--training.steps 20`` as a flag.  Nothing here imports torch, so that a mistake is
+told at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import io
+import math
+import re
+import tomllib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+from interlace.model.config import MODELS, ModelConfig, check_model
+
+ARMS = ("eager", "control")  # what `interlace verify` can run; later steps add to it
+BYTE_VOCAB = 256  # token ids that text, read as bytes, takes
+
+
+def _number(default: Any, *, low: float, high: float = math.inf) -> Any:
+    """A field with its lowest and highest legal value."""
+    return field(default=default, metadata={"low": low, "high": high})
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    steps: int = _number(100, low=1)
+    """Optimizer steps."""
+    seq_len: int = _number(128, low=2)
+    """Tokens a sequence."""
+    local_batch_size: int = _number(8, low=1)
+    """Sequences per rank and step."""
+    microbatches: int = _number(1, low=1)
+    """Equal parts that a rank's batch is split in; gradients add up over them."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of activations and matrix products; the router stays in float32."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA where there is one."""
+    mode: Literal["traced", "eager"] = "traced"
+    """traced: the step runs as one FX graph; eager: plain PyTorch."""
+
+
+@dataclass(frozen=True)
+class ParallelismConfig:
+    expert_parallel_degree: int = _number(1, low=1)
+    """Ranks that share the experts of a layer; consecutive ranks form a group; 1 is off."""
+
+
+@dataclass(frozen=True)
+class CommConfig:
+    timeout_seconds: int | None = _number(None, low=0)
+    """How long a rank waits for its peers; none or 0: 60 on CPU, 600 on CUDA."""
+
+
+@dataclass(frozen=True)
+class EpConfig:
+    backend: Literal["alltoall"] = "alltoall"
+    """Who carries the token exchange."""
+    transport: Literal["auto", "loopback"] = "auto"
+    """loopback: one process stands for all expert-parallel ranks, its peers mirror it."""
+    padded: bool = False
+    """Static shapes with counts on the device, instead of sizes read on the host."""
+    capacity_factor: float | None = _number(None, low=0)
+    """Padded only: room per peer over the balanced load; none or 0: room for every token."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    name: Literal["AdamW", "SGD"] = "AdamW"
+    """SGD is plain: no momentum, no decay."""
+    lr: float = _number(3e-4, low=0)
+    """Peak learning rate."""
+    beta1: float = _number(0.9, low=0, high=0.999999)
+    beta2: float = _number(0.95, low=0, high=0.999999)
+    eps: float = _number(1e-8, low=1e-30)
+    weight_decay: float = _number(0.1, low=0)
+    max_norm: float | None = _number(1.0, low=0)
+    """Gradient norm above which all gradients are scaled down; none or 0 is off."""
+    expert_bias_speed: float = _number(1e-3, low=0)
+    """Change of a router's expert bias in one optimizer step; 0 is off."""
+
+
+@dataclass(frozen=True)
+class LRSchedulerConfig:
+    warmup_steps: int = _number(0, low=0)
+    """Steps of linear rise; then a cosine down to lr * min_lr_factor at the last step."""
+    min_lr_factor: float = _number(0.1, low=0, high=1)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    source: str = "stdlib"
+    """stdlib (Python's own source files), random, a text file or folder, or a token file."""
+    max_documents: int = _number(16, low=1)
+    """Most documents that one sequence may hold, its padding included."""
+    separator: int | None = _number(None, low=0)
+    """Token id that ends a document of a token file; none: one document."""
+
+
+@dataclass(frozen=True)
+class MetricsConfig:
+    log_freq: int = _number(10, low=1)
+    """Steps between two lines on the console; the metrics file has every step."""
+    folder: str = "runs/interlace"
+    """Where metrics, the loss curve and the resolved configuration go."""
+
+
+@dataclass(frozen=True)
+class DebugConfig:
+    seed: int = _number(0, low=0, high=2**63 - 1)
+    deterministic: bool = False
+    """Deterministic kernels only."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """All settings of one run."""
+
+    preset: str
+    """The preset that this configuration started from."""
+    model: ModelConfig
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
+    comm: CommConfig = field(default_factory=CommConfig)
+    ep: EpConfig = field(default_factory=EpConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
+
+
+# Optional settings for which 0 says the same as none.
+_ZERO_IS_NONE = ("comm.timeout_seconds", "ep.capacity_factor", "optimizer.max_norm")
+
+
+def num_processes(config: Config) -> int:
+    """How many processes a configuration is made for."""
+    return 1 if config.ep.transport == "loopback" else config.parallelism.expert_parallel_degree
+
+
+def microbatch_tokens(config: Config) -> int:
+    """Tokens that one rank computes at a time."""
+    sequences = config.training.local_batch_size // config.training.microbatches
+    return sequences * config.training.seq_len
+
+
+def block_rows(config: Config) -> int | None:
+    """Rows that the padded exchange keeps for each peer; None in exact mode.
+
+    Derived from settings alone, so that every rank has the same number.  Never more than the worst
+    case, every token once to each expert of a peer.
+    """
+    if not config.ep.padded:
+        return None
+    tokens, degree = microbatch_tokens(config), config.parallelism.expert_parallel_degree
+    worst = tokens * min(config.model.top_k, config.model.num_experts // degree)
+    if not config.ep.capacity_factor:
+        return worst
+    balanced = tokens * config.model.top_k / degree
+    return min(worst, math.ceil(balanced * config.ep.capacity_factor))
+
+
+# --- checks ---------------------------------------------------------------------------------------
+
+
+def check(config: Config, world_size: int) -> None:
+    """Refuse what cannot run, before any communication; a pure function of its arguments.
+
+    Raises: ValueError for the first fault: setting, numbers, nearest legal value.
+    """
+    _check_numbers(config)
+    if problems := check_model(config.model):
+        raise ValueError(" ".join(problems))
+    _check_batch(config)
+    _check_parallelism(config, world_size)
+    _check_ep(config)
+    _check_data(config)
+
+
+def _check_numbers(config: Config) -> None:
+    for name, hint, value, low, high in walk(config):
+        _accept(name, hint, value)
+        if value is None or isinstance(value, str):
+            continue
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{name}={value} must be a finite number; use for example {low:.9g}.")
+        if value < low:
+            raise ValueError(f"{name}={value} must be at least {low:.9g}; nearest: {low:.9g}.")
+        if value > high:
+            raise ValueError(f"{name}={value} must be at most {high:.9g}; nearest: {high:.9g}.")
+
+
+def _check_batch(config: Config) -> None:
+    batch, parts = config.training.local_batch_size, config.training.microbatches
+    if batch % parts:
+        legal = _nearest(parts, _divisors(batch))
+        multiple = _nearest(batch, [parts * max(1, batch // parts), parts * (batch // parts + 1)])
+        raise ValueError(
+            f"training.local_batch_size={batch} does not split into "
+            f"training.microbatches={parts} equal parts; nearest: training.microbatches={legal} "
+            f"or training.local_batch_size={multiple}."
+        )
+
+
+def _check_parallelism(config: Config, world_size: int) -> None:
+    degree, experts = config.parallelism.expert_parallel_degree, config.model.num_experts
+    name = f"parallelism.expert_parallel_degree={degree}"
+    if experts % degree:
+        legal = _divisors(experts)
+        raise ValueError(
+            f"{name} does not divide model.num_experts={experts}; "
+            f"nearest: {_nearest(degree, legal)} (legal: {', '.join(map(str, legal))})."
+        )
+    if config.ep.transport == "loopback":
+        if world_size != 1:
+            raise ValueError(
+                f"ep.transport=loopback runs {name} in one process, but the world size is "
+                f"{world_size}; start 1 process, or use ep.transport=auto."
+            )
+        return
+    degrees = {"parallelism.expert_parallel_degree": degree}
+    product = math.prod(degrees.values())
+    if world_size % product:
+        settings = " x ".join(f"{key}={value}" for key, value in degrees.items())
+        legal = _divisors(math.gcd(experts, world_size))
+        multiples = [product * (world_size // product + i) for i in (0, 1)]
+        processes = " or ".join(str(n) for n in multiples if n)
+        relation = "is larger than" if product > world_size else "does not divide"
+        raise ValueError(
+            f"{settings} (product {product}) {relation} the world size {world_size}; nearest: "
+            f"parallelism.expert_parallel_degree={_nearest(degree, legal)}, or start "
+            f"{processes} processes."
+        )
+
+
+def _check_ep(config: Config) -> None:
+    factor = config.ep.capacity_factor
+    if factor and not config.ep.padded:
+        raise ValueError(
+            f"ep.capacity_factor={factor} needs ep.padded=true, but ep.padded is false: the exact "
+            f"exchange has no capacity. Set ep.padded, or leave ep.capacity_factor out."
+        )
+    if factor and factor < 1:
+        raise ValueError(
+            f"ep.capacity_factor={factor} is below 1, less than a balanced routing needs; "
+            f"nearest: 1.0, or none for room for every token."
+        )
+
+
+def _check_data(config: Config) -> None:
+    source, path = config.data.source, Path(config.data.source).expanduser()
+    if source == "random":
+        return
+    if config.data.max_documents < 2:
+        raise ValueError(
+            f"data.max_documents={config.data.max_documents} leaves no room for the padding of "
+            f"data.source={source}; nearest: 2."
+        )
+    if source != "stdlib" and not path.exists():
+        raise ValueError(
+            f"data.source={source} is no file or folder; use stdlib, random, or an existing path."
+        )
+    if path.suffix not in (".npy", ".bin") and config.model.vocab_size < BYTE_VOCAB:
+        raise ValueError(
+            f"model.vocab_size={config.model.vocab_size} is too small for data.source={source}: "
+            f"text is read as bytes, {BYTE_VOCAB} ids; nearest: {BYTE_VOCAB}."
+        )
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _nearest(value: int, legal: list[int]) -> int:
+    return min(legal, key=lambda n: (abs(n - value), n))
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def load_config(args: list[str]) -> Config:
+    """Preset name or TOML file, then dotted overrides: ``["dsv3-tiny", "--training.steps", "20"]``.
+
+    Raises: ValueError, one line, with close matches for what is not known.
+    """
+    from interlace.train.presets import PRESETS
+
+    if not args or args[0].startswith("-"):
+        found = f", got {args[0]}" if args else ""
+        raise ValueError(
+            f"name a preset or a TOML file first{found}; presets: {', '.join(PRESETS)}"
+        )
+    name, *flags = args
+    if name in PRESETS:
+        config = PRESETS[name]
+    elif name.endswith(".toml") or "/" in name or Path(name).exists():
+        config = _read_toml(Path(name), PRESETS)
+    else:
+        raise ValueError(f"unknown preset {name!r}{_suggest(name, PRESETS)}")
+    return _zero_to_none(_apply_flags(config, flags, name) if flags else config)
+
+
+def to_toml(config: Config) -> str:
+    """The resolved configuration; load_config gives back an equal one.
+
+    TOML has no null: a None is left out, or written "none" where the preset has another value.
+    """
+    import tomli_w
+
+    from interlace.train.presets import PRESETS
+
+    base = PRESETS.get(config.preset, config)
+    preset_values = {setting.name: setting.value for setting in walk(base)}
+    tree: dict[str, Any] = {}
+    for name, _, value, *_ in walk(config):
+        if value is None and preset_values.get(name) is None:
+            continue
+        section, _, key = name.rpartition(".")
+        table = tree
+        for part in section.split(".") if section else []:
+            table = table.setdefault(part, {})
+        table[key] = "none" if value is None else value
+    return tomli_w.dumps(tree)
+
+
+class Setting(NamedTuple):
+    """One leaf of a configuration, by its dotted name."""
+
+    name: str
+    hint: Any
+    value: Any
+    low: float
+    high: float
+
+
+def walk(config: Any, prefix: str = "") -> Iterator[Setting]:
+    """Every setting, in order."""
+    hints = get_type_hints(type(config))
+    for item in fields(config):
+        value, name = getattr(config, item.name), prefix + item.name
+        if is_dataclass(value):
+            yield from walk(value, f"{name}.")
+        else:
+            low, high = item.metadata.get("low", -math.inf), item.metadata.get("high", math.inf)
+            yield Setting(name, hints[item.name], value, low, high)
+
+
+def _read_toml(path: Path, presets: dict[str, Config]) -> Config:
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; name a TOML file or a preset.")
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+        tree = tomllib.loads(text)
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file; name a TOML file or a preset.") from None
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path}: not UTF-8 text (byte 0x{error.object[error.start]:02x} at offset "
+            f"{error.start}); save it as UTF-8."
+        ) from None
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path}: not valid TOML: {error}.") from None
+    if "preset" not in tree:
+        raise ValueError(f'{path}: begin the file with a preset, such as preset = "dsv3-tiny".')
+    preset = str(tree.pop("preset"))
+    if preset not in presets:
+        raise ValueError(f"{path}: unknown preset {preset!r}{_suggest(preset, presets)}")
+    try:
+        return _merge(presets[preset], tree, "")
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _merge(base: Any, tree: dict[str, Any], prefix: str) -> Any:
+    """A dataclass with the values of a table laid over it."""
+    hints = get_type_hints(type(base))
+    if isinstance(base, ModelConfig) and "name" in tree:
+        base = _named_model(base, str(tree["name"]))
+    changes: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = prefix + key
+        if key not in hints:
+            kind = "setting" if prefix or not isinstance(value, dict) else "section"
+            raise ValueError(f"unknown {kind} {name!r}{_suggest(key, hints)}")
+        old = getattr(base, key)
+        if is_dataclass(old):
+            if not isinstance(value, dict):
+                raise ValueError(f"{name} is a section, got {value!r}; write [{name}] above it.")
+            changes[key] = _merge(old, value, f"{name}.")
+        else:
+            changes[key] = _accept(name, hints[key], value)
+    return replace(base, **changes)
+
+
+def _named_model(current: ModelConfig, name: str) -> ModelConfig:
+    """Another model by ``model.name``; the present one, with its changes, by its own name."""
+    if name not in MODELS:
+        raise ValueError(f"model.name: unknown model {name!r}{_suggest(name, MODELS)}")
+    return current if name == current.name else MODELS[name]
+
+
+def _accept(name: str, hint: Any, value: Any) -> Any:
+    """The value as the type that the setting has, or an error that names both."""
+    if get_origin(hint) in (Union, UnionType):
+        options = get_args(hint)
+        if NoneType in options and (value is None or value in ("none", "null")):
+            return None
+        hint = next(option for option in options if option is not NoneType)
+    if get_origin(hint) is Literal:
+        options = get_args(hint)
+        if value in options:
+            return value
+        raise ValueError(f"{name} must be one of {', '.join(options)}; got {value!r}.")
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    if hint in words and type(value) is not hint:
+        raise ValueError(f"{name} must be {words[hint]}; got {value!r}.")
+    return value
+
+
+def _apply_flags(config: Config, flags: list[str], prog: str) -> Config:
+    """Dotted overrides through tyro, its boxed errors made one line."""
+    import tyro
+
+    names = {setting.name: setting.hint for setting in walk(config)}
+    args = [part for flag in flags for part in _checked_flag(flag, names)]
+    for i, (flag, value) in enumerate(pairwise(args), 1):
+        if value in ("none", "null") and NoneType in get_args(names.get(flag[2:])):
+            args[i] = "None"  # the spelling that tyro knows
+        if flag == "--model.name":
+            config = replace(config, model=_named_model(config.model, value))
+    wants_help = "-h" in args or "--help" in args
+    output = io.StringIO()
+    capture = contextlib.nullcontext() if wants_help else contextlib.redirect_stdout(output)
+    errors = contextlib.redirect_stderr(output)
+    try:
+        with capture, errors:
+            return tyro.cli(
+                tyro.conf.AvoidSubcommands[Config],
+                default=config,
+                args=args,
+                prog=f"interlace train {prog}",
+                description=f"Settings of {config.preset}, each with its value there.",
+                use_underscores=True,
+            )
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        raise ValueError(_one_line(output.getvalue())) from None
+
+
+def _checked_flag(flag: str, names: dict[str, Any]) -> list[str]:
+    """A known flag with underscores, its ``=value`` apart; values pass through."""
+    if not flag.startswith("--") or flag == "--help":
+        return [flag]
+    name, equals, value = flag[2:].partition("=")
+    name = name.replace("-", "_")
+    if name == "preset":
+        raise ValueError("preset cannot be overridden; name another preset in its place.")
+    if name not in names and re.sub(r"\.no_(\w+)$", r".\1", name) not in names:
+        raise ValueError(f"unknown setting --{name}{_suggest(name, names)}")
+    return [f"--{name}", value] if equals else [f"--{name}"]
+
+
+def _one_line(box: str) -> str:
+    """The message inside tyro's box, without rules, help and border."""
+    lines = [line.strip(" │|╭╮╰╯") for line in box.splitlines()]
+    lines = [line for line in lines if line]
+    rules = [i for i, line in enumerate(lines) if set(line) <= set("-─")] + [len(lines)] * 2
+    body = " ".join(lines[rules[0] + 1 : rules[1]]) or " ".join(lines)
+    body = re.sub(r"^Error parsing --(\S+): ", r"\1: ", body.split(" Got errors:")[0])
+    return body.replace("'--", "'") if body else "cannot read the settings given as flags."
+
+
+def _zero_to_none(config: Config) -> Config:
+    for name in _ZERO_IS_NONE:
+        section, key = name.split(".")
+        part = getattr(config, section)
+        if getattr(part, key) == 0:
+            config = replace(config, **{section: replace(part, **{key: None})})
+    return config
+
+
+def _suggest(name: str, known: Iterable[str]) -> str:
+    """The end of an "unknown ..." message: close matches, or everything."""
+    close = [k for k in known if k.endswith(f".{name}")]
+    close = close or difflib.get_close_matches(name, list(known), n=3)
+    return f"; did you mean {' or '.join(close)}?" if close else f"; known: {', '.join(known)}."

@@ -1,0 +1,298 @@
+"""One training step of one configuration: compute, agree over the ranks, apply.
+
+The loop and the verification share this file, so that what is proven is what trains.
+
+Legend: L MoE layers, E experts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from interlace import _compat, ep
+from interlace.model import build_model, cross_entropy_sum, init_weights
+from interlace.model.batch import IGNORED, Batch
+from interlace.model.transformer import MoETransformer
+from interlace.trace import Step, StepResult, run_eager, trace_step
+from interlace.train import config as settings
+from interlace.train.balance import update_expert_bias_
+from interlace.train.config import Config
+from interlace.train.data import Data, open_data
+from interlace.train.norms import clip_, global_norm
+from interlace.train.optim import (
+    assign_gradients,
+    build_optimizer,
+    learning_rate,
+    set_learning_rate,
+)
+from interlace.train.world import World
+
+ForwardBackward = Callable[[tuple[Tensor, ...]], StepResult]
+Working = Callable[[str], AbstractContextManager[None]]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What a run owns: model, data, optimizer, and the function that computes a microbatch."""
+
+    config: Config
+    world: World
+    model: MoETransformer
+    data: Data
+    optimizer: torch.optim.Optimizer
+    forward_backward: ForwardBackward
+    expert_names: frozenset[str]
+    num_nodes: int | None  # of the graph; None when there is none
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A step before its update, the same on every rank but for the experts' gradients.
+
+    ``loss`` and ``grad_norm`` are 0-d float32 on the device; ``counts_LE`` int64 are the tokens of
+    all ranks; ``num_valid`` tokens had a label.
+    """
+
+    loss: Tensor
+    grads: dict[str, Tensor]
+    grad_norm: Tensor
+    counts_LE: Tensor
+    num_valid: int
+    num_tokens: int
+    data_seconds: float
+
+
+def build_exchange(config: Config, world: World) -> ep.Exchange:
+    """Registers this world's exchange group and describes it to the model."""
+    rows = settings.block_rows(config)
+    if world.ep_size == 1:
+        return ep.Exchange(backend=config.ep.backend, block_rows=rows)
+    kind = "loopback" if world.loopback else "process"
+    ep.register_group(ep.Group("ep", world.ep_size, world.ep_rank, kind, world.ep_group))
+    return ep.Exchange("ep", world.ep_size, world.ep_rank, config.ep.backend, rows)
+
+
+def step_of(model: MoETransformer, config: Config) -> Step:
+    """What one microbatch computes, for eager and traced execution alike."""
+    return Step(
+        model,
+        microbatch_loss,
+        compute_dtype=DTYPES[config.training.dtype],
+        keep=lambda name: name.endswith("router.gate"),  # routing is float32 throughout
+    )
+
+
+def microbatch_loss(
+    model: MoETransformer,
+    tokens_BS: Tensor,
+    labels_BS: Tensor,
+    positions_BS: Tensor,
+    cu_seqlens_BC: Tensor,
+    num_valid: Tensor,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """This microbatch's share of the step's loss: the sum over its labels / all valid labels.
+
+    ``num_valid`` (float32, 0-d) counts the labels of every microbatch of every rank, so shares add
+    up to the mean over tokens however the batch is split.
+    """
+    hidden_BSD, routed = model(tokens_BS, positions_BS, cu_seqlens_BC)
+    loss = cross_entropy_sum(model, hidden_BSD, labels_BS) / num_valid
+    return loss, {"counts": routed.counts_LE, "overflow": routed.overflow_L}
+
+
+def build_engine(
+    config: Config, world: World, mode: str, working: Working = lambda what: nullcontext()
+) -> Engine:
+    """Builds everything from the configuration's seed; ``mode`` is ``eager`` or ``traced``."""
+    t = config.training
+    exchange = build_exchange(config, world)
+    with working(f"building {config.model.name}"):
+        with world.device:
+            model = build_model(config.model, exchange)
+        init_weights(model, config.debug.seed, exchange)
+    with working(f"reading data ({config.data.source})"):
+        data = open_data(
+            config.data.source,
+            vocab_size=config.model.vocab_size,
+            seq_len=t.seq_len,
+            max_documents=config.data.max_documents,
+            seed=config.debug.seed,
+            separator=config.data.separator,
+        )
+    o = config.optimizer
+    optimizer = build_optimizer(
+        model.named_parameters(),
+        name=o.name,
+        lr=o.lr,
+        betas=(o.beta1, o.beta2),
+        eps=o.eps,
+        weight_decay=o.weight_decay,
+    )
+    step = step_of(model, config)
+    params, buffers = step.state()
+    num_nodes = None
+    if mode == "eager":
+
+        def forward_backward(batch: tuple[Tensor, ...]) -> StepResult:
+            return run_eager(step, params, buffers, batch)
+
+    else:
+        example = Batch(*_example(config, world.device))
+        with working("tracing the step"):
+            denominator = torch.ones((), device=world.device)
+            traced = trace_step(step, (*example.tensors(), denominator))
+        num_nodes = len(traced.gm.graph.nodes)
+
+        def forward_backward(batch: tuple[Tensor, ...]) -> StepResult:
+            return traced(params, buffers, batch)
+
+    return Engine(
+        config,
+        world,
+        model,
+        data,
+        optimizer,
+        forward_backward,
+        frozenset(model.expert_parameters()),
+        num_nodes,
+    )
+
+
+def _example(config: Config, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Tensors with the shapes of a microbatch; a trace does not read their values."""
+    t = config.training
+    shape = (t.local_batch_size // t.microbatches, t.seq_len)
+    zeros = torch.zeros(shape, dtype=torch.int64, device=device)
+    bounds = torch.zeros(
+        (shape[0], config.data.max_documents + 1), dtype=torch.int32, device=device
+    )
+    return zeros, zeros.clone(), zeros.clone(), bounds
+
+
+def compute(engine: Engine, step: int) -> Outcome:
+    """Forward and backward of all microbatches of this step, summed over microbatches and ranks.
+
+    Raises: RuntimeError on every rank if a capacity overflowed anywhere.
+    """
+    t, world, device = engine.config.training, engine.world, engine.world.device
+    began = time.perf_counter()
+    batch = engine.data.rows(
+        step,
+        global_batch_rows=t.local_batch_size * world.size,
+        first=t.local_batch_size * world.rank,
+        count=t.local_batch_size,
+    )
+    num_valid = (batch.labels_BS != IGNORED).sum()
+    _sum_over_ranks([num_valid], world, None)
+    data_seconds = time.perf_counter() - began
+
+    denominator = num_valid.clamp(min=1).to(device, torch.float32)
+    loss, counts = torch.zeros((), device=device), None
+    overflow: Tensor | None = None
+    grads: dict[str, Tensor] = {}
+    rows = t.local_batch_size // t.microbatches
+    for part in zip(*(x.split(rows) for x in batch.tensors()), strict=True):
+        on_device = tuple(x.to(device, non_blocking=True) for x in part)
+        result = engine.forward_backward((*on_device, denominator))
+        loss += result.loss
+        if grads:
+            _compat.add_each_(list(grads.values()), list(result.grads.values()))
+            counts = counts + result.extra["counts"]
+            overflow = torch.maximum(overflow, result.extra["overflow"])
+        else:
+            grads, counts = dict(result.grads), result.extra["counts"]
+            overflow = result.extra["overflow"]
+    _check_overflow(overflow, engine)
+    _reduce(engine, grads, [loss, counts])
+    norm = global_norm(grads, engine.expert_names, expert_group=world.ep_group)
+    num_tokens = batch.tokens_BS.numel() * world.size
+    return Outcome(loss, grads, norm, counts, int(num_valid), num_tokens, data_seconds)
+
+
+def apply(engine: Engine, outcome: Outcome, step: int) -> float:
+    """Clips, updates the parameters and the experts' bias; returns the learning rate used.
+
+    Raises: RuntimeError before anything is changed if the gradient norm is not finite.
+    """
+    o, s, t = engine.config.optimizer, engine.config.lr_scheduler, engine.config.training
+    if not torch.isfinite(outcome.grad_norm):
+        raise RuntimeError(
+            f"step {step + 1}: the gradient norm is {outcome.grad_norm.item()} (loss "
+            f"{outcome.loss.item()}); weights, moments and expert bias are untouched. Lower "
+            f"optimizer.lr={o.lr} or look at the data."
+        )
+    if o.max_norm:
+        clip_(outcome.grads, outcome.grad_norm, o.max_norm)
+    assign_gradients(engine.model.named_parameters(), outcome.grads)
+    lr = learning_rate(
+        step,
+        base=o.lr,
+        warmup_steps=s.warmup_steps,
+        total_steps=t.steps,
+        min_factor=s.min_lr_factor,
+    )
+    set_learning_rate(engine.optimizer, lr)
+    engine.optimizer.step()
+    engine.optimizer.zero_grad(set_to_none=True)
+    if o.expert_bias_speed:
+        biases = [b for n, b in engine.model.named_buffers() if n.endswith("expert_bias")]
+        for bias_E, counts_E in zip(biases, outcome.counts_LE, strict=bool(biases)):
+            update_expert_bias_(bias_E, counts_E, o.expert_bias_speed)
+    return lr
+
+
+def _check_overflow(overflow_L: Tensor | None, engine: Engine) -> None:
+    """Every rank learns of an overflow anywhere before any of them changes a weight."""
+    rows = settings.block_rows(engine.config)
+    if rows is None or overflow_L is None:
+        return
+    worst = overflow_L.max().to(torch.int64)
+    if engine.world.size > 1:
+        import torch.distributed as dist
+
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    if missing := int(worst):
+        c = engine.config
+        balanced = settings.microbatch_tokens(c) * c.model.top_k / engine.world.ep_size
+        raise RuntimeError(
+            f"a rank had {rows + missing} rows for one peer and ep.capacity_factor="
+            f"{c.ep.capacity_factor} has room for {rows}; no rank has changed a weight. Use "
+            f"ep.capacity_factor={-int(-(rows + missing) * 100 // balanced) / 100:g} or none."
+        )
+
+
+def _reduce(engine: Engine, grads: dict[str, Tensor], totals: list[Any]) -> None:
+    """Sums dense gradients over all ranks, the experts' over those that hold the same ones."""
+    world = engine.world
+    if world.size == 1:
+        return
+    dense = [g for n, g in grads.items() if n not in engine.expert_names]
+    _sum_over_ranks([*dense, *totals], world, None)
+    if world.num_replicas > 1:
+        experts = [g for n, g in grads.items() if n in engine.expert_names]
+        _sum_over_ranks(experts, world, world.replica_group)
+
+
+def _sum_over_ranks(tensors: Iterable[Tensor], world: World, group: Any) -> None:
+    """In place, one all-reduce a dtype: few large messages instead of one a parameter."""
+    if world.size == 1:
+        return
+    import torch.distributed as dist
+
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for same in by_dtype.values():
+        flat = torch.cat([x.reshape(-1) for x in same])
+        dist.all_reduce(flat, group=group)
+        for tensor, part in zip(same, flat.split([x.numel() for x in same]), strict=True):
+            tensor.copy_(part.view_as(tensor))

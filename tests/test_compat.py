@@ -1,0 +1,71 @@
+"""Behaviour of every wrapper around a private torch name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from interlace import _compat
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.12.1+cu130", "2.13.0+cpu"])
+def test_supported_versions_pass(version: str) -> None:
+    _compat._check_version(version)
+
+
+@pytest.mark.parametrize("version", ["2.10.1", "2.14.0", "1.13", "3.0"])
+def test_other_versions_name_the_range(version: str) -> None:
+    with pytest.raises(ImportError, match=rf"torch >= 2\.11 and < 2\.14, found {version}"):
+        _compat._check_version(version)
+
+
+def test_tree_round_trip() -> None:
+    tree = {"a": [1, torch.ones(2)], "b": (None, 3)}
+    leaves, spec = _compat.tree_flatten(tree)
+    again = _compat.tree_unflatten(leaves, spec)
+    assert again["b"] == (None, 3)
+    assert again["a"][1] is tree["a"][1]
+    doubled = _compat.tree_map_tensors(lambda t: t * 2, tree)
+    assert doubled["a"][1].tolist() == [2.0, 2.0]
+    assert doubled["b"] == (None, 3)
+
+
+def test_add_each() -> None:
+    targets, others = [torch.ones(2), torch.zeros(3)], [torch.ones(2), torch.ones(3)]
+    _compat.add_each_(targets, others)
+    assert targets[0].tolist() == [2, 2]
+    assert targets[1].tolist() == [1, 1, 1]
+
+
+def test_sequence_numbers_grow_in_creation_order() -> None:
+    x = torch.ones(2, requires_grad=True)
+    before = _compat.next_sequence_number()
+    a = x * 2
+    between = _compat.next_sequence_number()
+    b = a.sum()
+    first, second = _compat.sequence_number(a.grad_fn), _compat.sequence_number(b.grad_fn)
+    assert before <= first < between <= second
+
+
+def test_fake_tensors_have_shape_and_no_memory() -> None:
+    with _compat.fake_mode() as mode:
+        fake = _compat.to_fake(mode, torch.ones(3, 4))
+        assert (fake @ fake.t()).shape == (3, 3)
+    assert _compat.is_fake(fake)
+    assert not _compat.is_fake(torch.ones(1))
+
+
+def test_operator_properties() -> None:
+    aten = torch.ops.aten
+    assert _compat.op_is_mutable(aten.add_.Tensor)
+    assert not _compat.op_is_mutable(aten.add.Tensor)
+    assert _compat.op_is_random(aten.bernoulli.default)
+    assert not _compat.op_is_random(aten.mul.Tensor)
+    assert _compat.op_namespace(aten.add.Tensor) == "aten"
+    assert _compat.op_namespace(len) == ""
+
+
+def test_packages() -> None:
+    assert _compat.package_available("torch")
+    assert not _compat.package_available("no_such_package_here")
+    assert not _compat.package_available("no_such_package_here.part")

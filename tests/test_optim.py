@@ -1,0 +1,137 @@
+"""Optimizer, learning rate and expert bias against torch's own rules and hand-worked numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from interlace.train.balance import update_expert_bias_
+from interlace.train.optim import (
+    assign_gradients,
+    build_optimizer,
+    learning_rate,
+    set_learning_rate,
+)
+
+
+class Tiny(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.experts = nn.Parameter(torch.randn(2, 3, 4, generator=generator))
+        self.experts_bias = nn.Parameter(torch.randn(2, 4, generator=generator))
+        self.norm = nn.LayerNorm((2, 2))
+        self.proj = nn.Linear(3, 3)
+
+
+def test_decay_only_on_matrices() -> None:
+    optimizer = build_optimizer(Tiny().named_parameters(), lr=0.1, weight_decay=0.3)
+    by_decay = {g["weight_decay"]: set(g["param_names"]) for g in optimizer.param_groups}
+    assert by_decay == {
+        0.3: {"experts", "proj.weight"},
+        0.0: {"experts_bias", "norm.weight", "norm.bias", "proj.bias"},
+    }
+    assert isinstance(optimizer, torch.optim.AdamW)
+    assert all(group["foreach"] for group in optimizer.param_groups)
+
+
+def test_idle_expert_decays_like_the_reference() -> None:
+    """Oracle: torch's AdamW on a gradient of explicit zeros, bitwise, over three steps."""
+    ours, reference = Tiny(), Tiny()
+    optimizer = build_optimizer(ours.named_parameters(), lr=0.1, weight_decay=0.3)
+    oracle = torch.optim.AdamW([reference.experts], lr=0.1, betas=(0.9, 0.95), weight_decay=0.3)
+    before = ours.experts.detach().clone()
+    for _ in range(3):
+        assign_gradients(ours.named_parameters(), {"proj.weight": torch.ones(3, 3)})
+        reference.experts.grad = torch.zeros(2, 3, 4)
+        optimizer.step()
+        oracle.step()
+    assert torch.equal(ours.experts, reference.experts)
+    torch.testing.assert_close(ours.experts.detach(), before * (1 - 0.1 * 0.3) ** 3)
+    assert optimizer.state[ours.experts]["step"] == 3
+    assert torch.equal(ours.experts_bias, Tiny().experts_bias)
+
+
+def test_assign_gradients_takes_the_given_ones_and_rejects_unknown() -> None:
+    model = Tiny()
+    grad = torch.full((3, 3), 2.0)
+    assign_gradients(model.named_parameters(), {"proj.weight": grad, "proj.bias": None})
+    assert model.proj.weight.grad is grad
+    assert torch.equal(model.proj.bias.grad, torch.zeros(3))
+    with pytest.raises(ValueError, match=r"gradients for head .* no such parameter"):
+        assign_gradients(model.named_parameters(), {"head": grad})
+
+
+def test_sgd_is_plain() -> None:
+    """Oracle: p - lr * g."""
+    model = Tiny()
+    before = model.proj.weight.detach().clone()
+    optimizer = build_optimizer(model.named_parameters(), name="SGD", lr=0.5, weight_decay=0.3)
+    for _ in range(2):
+        assign_gradients(model.named_parameters(), {"proj.weight": torch.ones(3, 3)})
+        optimizer.step()
+    torch.testing.assert_close(model.proj.weight.detach(), before - 1.0)
+
+
+def test_bad_optimizers() -> None:
+    with pytest.raises(ValueError, match=r"optimizer\.name=Lion: .* AdamW, SGD"):
+        build_optimizer(Tiny().named_parameters(), name="Lion", lr=0.1)
+    with pytest.raises(ValueError, match="no trainable parameter"):
+        build_optimizer([], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("warmup", "total", "minimum", "expected"),
+    [
+        (2, 4, 0.0, [0.5, 1.0, 0.5, 0.0, 0.0]),
+        (0, 3, 0.1, [1.0, 0.55, 0.1, 0.1]),
+        (4, 4, 0.0, [0.25, 0.5, 0.75, 1.0]),
+        (0, 1, 0.0, [1.0]),
+        (1, 5, 0.0, [1.0, (1 + 0.5**0.5) / 2, 0.5, (1 - 0.5**0.5) / 2, 0.0]),
+        (10, 3, 0.0, [0.1, 0.2, 0.3]),
+    ],
+)
+def test_learning_rate(warmup: int, total: int, minimum: float, expected: list[float]) -> None:
+    rates = [
+        learning_rate(s, base=3.0, warmup_steps=warmup, total_steps=total, min_factor=minimum)
+        for s in range(len(expected))
+    ]
+    assert rates == pytest.approx([3.0 * e for e in expected], abs=1e-12)
+
+
+def test_set_learning_rate_reaches_all_groups() -> None:
+    optimizer = build_optimizer(Tiny().named_parameters(), lr=0.1)
+    set_learning_rate(optimizer, 0.25)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
+
+
+def test_expert_bias_follows_the_sign() -> None:
+    bias = torch.tensor([1.0, 1.0, 1.0])
+    update_expert_bias_(bias, torch.tensor([1, 3, 2]), 0.25)
+    assert bias.tolist() == [1.25, 0.75, 1.0]
+
+
+def test_expert_bias_of_layers_and_huge_counts() -> None:
+    """Counts whose fp32 mean would be rounded: exact integers decide."""
+    bias = torch.zeros(2, 2)
+    update_expert_bias_(bias, torch.tensor([[2**40, 2**40 + 1], [5, 5]]), 0.5)
+    assert bias.tolist() == [[0.5, -0.5], [0.0, 0.0]]
+
+
+def test_expert_bias_depends_on_the_sum_of_microbatches_only() -> None:
+    """Oracle: one update from the summed counts; four updates would give another bias."""
+    counts = torch.tensor([[4, 0], [0, 1], [0, 1], [0, 1]])
+    once, four_times = torch.zeros(2), torch.zeros(2)
+    update_expert_bias_(once, counts.sum(0), 0.5)
+    for part in counts:
+        update_expert_bias_(four_times, part, 0.5)
+    assert once.tolist() == [-0.5, 0.5]
+    assert four_times.tolist() == [1.0, -1.0]
+
+
+def test_expert_bias_rejects_wrong_types() -> None:
+    with pytest.raises(TypeError, match="keep the bias in fp32"):
+        update_expert_bias_(torch.zeros(2, dtype=torch.bfloat16), torch.ones(2).long(), 0.1)
+    with pytest.raises(ValueError, match=r"shape \(2,\), the counts \(3,\)"):
+        update_expert_bias_(torch.zeros(2), torch.ones(3).long(), 0.1)
