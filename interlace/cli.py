@@ -129,7 +129,7 @@ def _parse(parser: _Parser, argv: list[str]) -> tuple[argparse.Namespace, list[s
     if not options.help:
         return options, rest
     if rest:  # interlace train PRESET --help
-        from interlace.train.config import load_config
+        from interlace.train.config_read import load_config
 
         load_config([*rest, "--help"])
     print(parser.format_help())
@@ -251,7 +251,8 @@ def _load(
     rest: list[str], nproc: int | None = None, *, planning: bool = False
 ) -> tuple[Config, int]:
     """The checked settings, and the number of processes they will run on."""
-    from interlace.train.config import check, load_config, num_processes
+    from interlace.train.config import check, num_processes
+    from interlace.train.config_read import load_config
 
     config = load_config(rest)
     if in_worker():
@@ -302,7 +303,7 @@ def _arms(text: str) -> list[str]:
 
 def _save(config: Config, *, echo: bool) -> None:
     """Write the resolved settings to metrics.folder; print them on a dry run."""
-    from interlace.train.config import to_toml
+    from interlace.train.config_read import to_toml
 
     text, path = to_toml(config), Path(config.metrics.folder) / "config.toml"
     try:

@@ -12,7 +12,7 @@ import pytest
 
 from interlace import __version__
 from interlace.cli import main
-from interlace.train.config import load_config
+from interlace.train.config_read import load_config
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = ("train", "verify", "trace", "doctor")

@@ -8,16 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from interlace.train.config import (
-    Config,
-    EpConfig,
-    block_rows,
-    check,
-    load_config,
-    num_processes,
-    to_toml,
-    walk,
-)
+from interlace.train.config import Config, check, num_processes, walk
+from interlace.train.config_read import load_config, to_toml
 from interlace.train.presets import PRESETS
 
 EP = "parallelism.expert_parallel_degree"
@@ -169,16 +161,6 @@ def test_overrides_reach_their_fields() -> None:
 def test_model_name_brings_its_numbers() -> None:
     config = load_config([TINY, "--model.name", "qwen3-30b", "--model.num_layers", "4"])
     assert config.model == replace(PRESETS["qwen3-30b"].model, num_layers=4)
-
-
-def test_block_rows() -> None:
-    """By hand: 8 sequences of 128 tokens in 2 parts, top-2: 1024 slots, 512 for each of 2 ranks."""
-    config = load_config([TINY, "--training.microbatches", "2"])
-    assert block_rows(config) is None
-    padded = replace(config, ep=EpConfig(padded=True))
-    assert block_rows(padded) == 1024
-    assert block_rows(replace(config, ep=EpConfig(padded=True, capacity_factor=1.25))) == 640
-    assert block_rows(replace(config, ep=EpConfig(padded=True, capacity_factor=9.0))) == 1024
 
 
 # --- files ----------------------------------------------------------------------------------------

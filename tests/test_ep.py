@@ -65,8 +65,7 @@ def _assert_close(actual: list[Tensor], expected: list[Tensor]) -> None:
 @given(st.integers(0, 9), st.integers(1, 4), st.integers(0, 10**6), st.booleans())
 def test_one_rank_equals_dense(num_tokens: int, top_k: int, seed: int, padded: bool) -> None:
     problem = _problem(num_tokens, top_k, seed)
-    rows = num_tokens * top_k if padded else None
-    result, plan = _exchanged(*problem, ep.Exchange(block_rows=rows))
+    result, plan = _exchanged(*problem, ep.Exchange(padded=padded))
     _assert_close(result, _dense(*problem))
     assert plan.overflow.item() == 0
     assert plan.counts.tolist() == [(problem[1] == e).sum() for e in range(E)]
@@ -77,10 +76,9 @@ def test_one_rank_equals_dense(num_tokens: int, top_k: int, seed: int, padded: b
 def test_loopback_equals_one_rank_with_tied_experts(num_tokens, top_k, size, padded, data) -> None:
     x, ids, scores, w, g = _problem(num_tokens, top_k, data.draw(st.integers(0, 10**6)))
     ep.register_group(ep.Group("mirror", size, 0, "loopback"))
-    rows = num_tokens * min(top_k, E // size) if padded else None
     local = w[: E // size]
     (out, gx, gs, gw), _ = _exchanged(
-        x, ids, scores, local, g, ep.Exchange("mirror", size, 0, block_rows=rows)
+        x, ids, scores, local, g, ep.Exchange("mirror", size, 0, padded=padded)
     )
     expected = _dense(x, ids, scores, local.repeat(size, 1, 1), g)
     expected[3] = expected[3].view(size, E // size, H, H).sum(0)  # tied experts share a gradient
@@ -94,9 +92,8 @@ def _rank_result(rank: int, size: int, num_tokens: list[int], routing: str, padd
     problems = [_problem(n, 2, 7 + r, routing) for r, n in enumerate(num_tokens)]
     x, ids, scores, w, g = problems[rank]
     local = w[rank * E // size : (rank + 1) * E // size]
-    rows = max(num_tokens) * 2 if padded else None
     (out, gx, gs, gw), plan = _exchanged(
-        x, ids, scores, local, g, ep.Exchange("ep", size, rank, block_rows=rows)
+        x, ids, scores, local, g, ep.Exchange("ep", size, rank, padded=padded)
     )
     parts = [_dense(*p) for p in problems]
     mine = slice(rank * E // size, (rank + 1) * E // size)
@@ -111,9 +108,10 @@ ROUTINGS = ["random", "all-to-one", "last"]
 
 @pytest.mark.parametrize(("routing", "padded"), list(itertools.product(ROUTINGS, [False, True])))
 def test_processes_equal_dense(two_ranks, routing: str, padded: bool) -> None:
-    counts = two_ranks.run(_rank_result, [5, 8], routing, padded)
+    tokens = [6, 6] if padded else [5, 8]
+    counts = two_ranks.run(_rank_result, tokens, routing, padded)
     if routing == "all-to-one":  # field report A1: rank 1 has no token at all
-        assert counts == [[13, 13, 0, 0], [0, 0, 0, 0]]
+        assert counts == [[sum(tokens)] * 2 + [0, 0], [0, 0, 0, 0]]
 
 
 @pytest.mark.parametrize("tokens", [[1, 1], [0, 3]])
@@ -123,13 +121,29 @@ def test_hardly_any_tokens(two_ranks, tokens: list[int]) -> None:
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_four_processes_equal_dense(four_ranks, padded: bool) -> None:
-    four_ranks.run(_rank_result, [3, 1, 6, 2], "random", padded)
+    four_ranks.run(_rank_result, [3] * 4 if padded else [3, 1, 6, 2], "random", padded)
+
+
+def _unequal_padded(rank: int, size: int) -> str:
+    ep.register_group(ep.Group("ep", size, rank, "process", dist.group.WORLD))
+    _, ids, *_ = _problem([5, 8][rank], 2, 0)
+    try:
+        ep.plan(ids, E, ep.Exchange("ep", size, rank, padded=True))
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_unequal_tokens_are_refused_by_every_rank_in_padded_mode(two_ranks) -> None:
+    """Field report A5: capacities that differ would stall the exchange."""
+    for message in two_ranks.run(_unequal_padded):
+        assert "as many tokens on every rank; blocks of rows by rank are [10, 16]" in message
 
 
 def test_overflow_is_counted_and_what_was_cut_counts_as_zero() -> None:
     x, ids, scores, *_ = _problem(6, 2, 3, "all-to-one")
     ep.register_group(ep.Group("mirror", 2, 0, "loopback"))
-    plan = ep.plan(ids, E, ep.Exchange("mirror", 2, 0, block_rows=8))
+    plan = ep.plan(ids, E, ep.Exchange("mirror", 2, 0, padded=True, capacity_factor=4 / 3))
     assert plan.overflow.tolist() == [4]  # 12 rows for peer 0, room for 8
     assert plan.live.tolist() == [8]
     out = ep.combine(ep.dispatch(x, plan), scores, plan)
@@ -156,6 +170,18 @@ def test_rows_are_ordered_by_expert_then_rank_then_slot() -> None:
     # expert 0 gets slots of its own, then those that the mirrored peer sends (mine for expert 4)
     assert rows[:, 0].tolist() == [0, 2, 0, 1, 1, 2]
     assert plan.offsets.tolist() == [0, 4, 6, 6, 6]
+
+
+@pytest.mark.parametrize(("capacity", "expected"), [(None, 20), (1.0, 10), (1.25, 13), (100.0, 20)])
+def test_block_rows(capacity: float | None, expected: int) -> None:
+    exchange = ep.Exchange("x", 2, 0, padded=True, capacity_factor=capacity)
+    assert exchange.block_rows(10, 2, 8) == expected
+    assert ep.Exchange("x", 2, 0).block_rows(10, 2, 8) is None
+
+
+def test_block_rows_worst_case_counts_local_experts() -> None:
+    """One local expert: a token sends one row to a peer at most."""
+    assert ep.Exchange("x", 8, 0, padded=True).block_rows(10, 4, 8) == 10
 
 
 def test_a_second_wait_is_an_error() -> None:

@@ -56,7 +56,7 @@ def test_single_process_works_without_distributed() -> None:
         NO_DISTRIBUTED
         + """
 import_all()
-from interlace.train.config import load_config
+from interlace.train.config_read import load_config
 from interlace.train.world import close_world, init_world
 world = init_world(load_config(["dsv3-tiny", "--parallelism.expert_parallel_degree", "1"]))
 assert (world.rank, world.size, world.backend, world.ep_group) == (0, 1, "none", None)

@@ -234,7 +234,7 @@ WORLD = f"""
 sys.path.insert(0, {str(ROOT)!r})
 import torch
 import torch.distributed as dist
-from interlace.train.config import load_config
+from interlace.train.config_read import load_config
 from interlace.train.world import close_world, init_world
 world = init_world(load_config(["dsv3-tiny"]))
 total = torch.ones(())

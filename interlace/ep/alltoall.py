@@ -63,6 +63,8 @@ def plan(
         slot_pos = torch.empty_like(order_N)
         slot_pos[order_N] = position_N
 
+    if block_rows is not None:
+        _agree_on_block(block_rows, group, ids_TK.device)
     received_We = torch.empty_like(sent_WE)
     all_to_all(received_We, sent_WE.contiguous(), group)()
     counts_e = received_We.sum(0)
@@ -75,6 +77,22 @@ def plan(
         expert_src = _expert_major_padded(received_We, block_rows)
     meta = [send_slot, send_slot // top_k, slot_pos, expert_src, _inverse(expert_src), splits]
     return counts_e, offsets, offsets[-1:].to(torch.int64), overflow, meta
+
+
+def _agree_on_block(block_rows: int, group: Group, device: torch.device) -> None:
+    """Ranks with other numbers of tokens would wait for each other's rows for ever.
+
+    Checked where reading a number costs nothing; on CUDA the settings have to see to it.
+    """
+    if group.kind != "process" or device.type != "cpu":
+        return
+    mine, theirs = torch.full((group.size,), block_rows), torch.empty(group.size, dtype=torch.int64)
+    all_to_all(theirs, mine, group)()
+    if bool((theirs != block_rows).any()):
+        raise ValueError(
+            f"ep.plan: the padded exchange needs as many tokens on every rank; blocks of rows by "
+            f"rank are {theirs.tolist()}. Give each rank the same tokens, or use exact mode."
+        )
 
 
 def _inverse(permutation: Tensor) -> Tensor:

@@ -59,10 +59,12 @@ def plan(ids_TK: Tensor, num_experts: int, exchange: Exchange) -> Plan:
             f"ep.plan: ids is {ids_TK.dtype} {tuple(ids_TK.shape)}; expected int64 (T, K)."
         )
     exchange.num_local_experts(num_experts)
+    num_tokens, top_k = ids_TK.shape
+    rows = exchange.block_rows(num_tokens, top_k, num_experts)
     counts, offsets, live, overflow, meta = _ep.plan(
-        ids_TK, num_experts, exchange.block_rows, exchange.group, exchange.backend
+        ids_TK, num_experts, rows, exchange.group, exchange.backend
     )
-    return Plan(counts, offsets, live, overflow, meta, *ids_TK.shape, exchange)
+    return Plan(counts, offsets, live, overflow, meta, num_tokens, top_k, exchange)
 
 
 def dispatch(x_TH: Tensor, plan: Plan) -> Tensor:
@@ -105,7 +107,7 @@ class _Dispatch(torch.autograd.Function):
         return _ep.wait(*_launch_dispatch(x, None, plan, meta))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         plan, meta = ctx.plan, ctx.saved_tensors
         slots = _ep.wait(*_launch_combine(grad.contiguous(), plan, meta))
         gx = _ep.combine_finish(slots, None, list(meta), plan.top_k, plan.exchange.backend)
@@ -121,7 +123,7 @@ class _Combine(torch.autograd.Function):
         return _ep.combine_finish(slots, scores, list(meta), plan.top_k, plan.exchange.backend)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         plan, (slots, scores, *meta) = ctx.plan, ctx.saved_tensors
         grad = grad.contiguous()
         pending, token = _launch_dispatch(grad, scores, plan, meta)

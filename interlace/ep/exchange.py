@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -10,16 +11,17 @@ class Exchange:
     """One expert-parallel exchange as a layer sees it.
 
     ``group`` names a group of :mod:`interlace.ep.transport`; ``size`` and ``rank`` are this
-    process's place in it.  ``block_rows`` None is the exact mode (the sizes of a step are read on
-    the host); a number is the padded mode: that many rows for each peer, static shapes, counts on
-    the device.  ``buffer_set`` picks the buffers of a backend that owns some.
+    process's place in it.  Exact mode reads the sizes of a step on the host; ``padded`` has a block
+    of rows for each peer instead, static shapes and counts on the device.  ``buffer_set`` picks the
+    buffers of a backend that owns some.
     """
 
     group: str = "single"
     size: int = 1
     rank: int = 0
     backend: str = "alltoall"
-    block_rows: int | None = None
+    padded: bool = False
+    capacity_factor: float | None = None
     buffer_set: int = 0
 
     def num_local_experts(self, num_experts: int) -> int:
@@ -30,3 +32,17 @@ class Exchange:
                 f"use a degree that divides {num_experts}."
             )
         return num_experts // self.size
+
+    def block_rows(self, num_tokens: int, top_k: int, num_experts: int) -> int | None:
+        """Rows that one rank may send to one peer in padded mode; None in exact mode.
+
+        Without a capacity factor it is the worst case, which never overflows: T * min(K, E / W).
+        A factor f is f times the balanced share T * K / W, never more than the worst case.  It
+        follows from the number of tokens, so a part of a batch has its part of the rows.
+        """
+        if not self.padded:
+            return None
+        worst = num_tokens * min(top_k, self.num_local_experts(num_experts))
+        if not self.capacity_factor:
+            return worst
+        return min(worst, math.ceil(num_tokens * top_k * self.capacity_factor / self.size))

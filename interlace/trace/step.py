@@ -98,7 +98,8 @@ def trace_step(step: Step, batch: Sequence[Tensor], passes: Sequence[Pass] = ())
     Raises:  ValueError that names the pass or the module at fault.
     """
     params, buffers = step.state()
-    regions, sums, extra_names = Regions(), Sums(), []
+    regions, sums = Regions(), Sums()
+    extra_names: list[str] = []
 
     def record(*flat: Tensor) -> list[Tensor]:
         p = dict(zip(params, flat, strict=False))

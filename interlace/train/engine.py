@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -73,12 +73,18 @@ class Outcome:
 
 def build_exchange(config: Config, world: World) -> ep.Exchange:
     """Registers this world's exchange group and describes it to the model."""
-    rows = settings.block_rows(config)
-    if world.ep_size == 1:
-        return ep.Exchange(backend=config.ep.backend, block_rows=rows)
-    kind = "loopback" if world.loopback else "process"
-    ep.register_group(ep.Group("ep", world.ep_size, world.ep_rank, kind, world.ep_group))
-    return ep.Exchange("ep", world.ep_size, world.ep_rank, config.ep.backend, rows)
+    group = ep.get_group("single")
+    if world.ep_size > 1:
+        kind = "loopback" if world.loopback else "process"
+        group = ep.Group("ep", world.ep_size, world.ep_rank, kind, world.ep_group)
+        ep.register_group(group)
+    return exchange_over(group, config)
+
+
+def exchange_over(group: ep.Group, config: Config) -> ep.Exchange:
+    """The exchange that the settings ask for, over a group."""
+    e = config.ep
+    return ep.Exchange(group.name, group.size, group.rank, e.backend, e.padded, e.capacity_factor)
 
 
 def step_of(model: MoETransformer, config: Config) -> Step:
@@ -252,8 +258,7 @@ def apply(engine: Engine, outcome: Outcome, step: int) -> float:
 
 def _check_overflow(overflow_L: Tensor | None, engine: Engine) -> None:
     """Every rank learns of an overflow anywhere before any of them changes a weight."""
-    rows = settings.block_rows(engine.config)
-    if rows is None or overflow_L is None:
+    if not engine.config.ep.padded or overflow_L is None:
         return
     worst = overflow_L.max().to(torch.int64)
     if engine.world.size > 1:
@@ -262,7 +267,11 @@ def _check_overflow(overflow_L: Tensor | None, engine: Engine) -> None:
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     if missing := int(worst):
         c = engine.config
-        balanced = settings.microbatch_tokens(c) * c.model.top_k / engine.world.ep_size
+        tokens = settings.microbatch_tokens(c)
+        exchange = ep.Exchange(size=engine.world.ep_size, padded=True)
+        exchange = replace(exchange, capacity_factor=c.ep.capacity_factor)
+        rows = exchange.block_rows(tokens, c.model.top_k, c.model.num_experts) or 0
+        balanced = tokens * c.model.top_k / engine.world.ep_size
         raise RuntimeError(
             f"a rank had {rows + missing} rows for one peer and ep.capacity_factor="
             f"{c.ep.capacity_factor} has room for {rows}; no rank has changed a weight. Use "

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from interlace.model.flops import flops_per_token
-from interlace.train.config import Config, to_toml
+from interlace.train.config import Config
+from interlace.train.config_read import to_toml
 from interlace.train.console import Console
 from interlace.train.curve import loss_curve_svg
 from interlace.train.engine import Engine, apply, build_engine, compute

@@ -14,10 +14,9 @@ from interlace import ep
 from interlace.model import build_model
 from interlace.trace import Traced, trace_step
 from interlace.trace.summary import graph_text, summarise
-from interlace.train import config as settings
 from interlace.train.config import Config
 from interlace.train.console import Console
-from interlace.train.engine import step_of
+from interlace.train.engine import exchange_over, step_of
 
 
 def trace_command(config: Config, out_dir: Path) -> None:
@@ -42,10 +41,9 @@ def trace_command(config: Config, out_dir: Path) -> None:
 def trace_on_meta(config: Config) -> Traced:
     """The microbatch of a configuration as rank 0 of its exchange group would trace it."""
     degree = config.parallelism.expert_parallel_degree
-    exchange = ep.Exchange(backend=config.ep.backend, block_rows=settings.block_rows(config))
-    if degree > 1:
-        ep.register_group(ep.Group("planned", degree, 0, "abstract"))
-        exchange = ep.Exchange("planned", degree, 0, exchange.backend, exchange.block_rows)
+    group = ep.Group("planned", degree, 0, "abstract") if degree > 1 else ep.get_group("single")
+    ep.register_group(group)
+    exchange = exchange_over(group, config)
     t = config.training
     rows = t.local_batch_size // t.microbatches
     with torch.device("meta"):
