@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from interlace.model.flops import flops_per_token
+from interlace.train.arms import ARMS
 from interlace.train.config import check
 from interlace.train.config_read import load_config
 from interlace.train.engine import apply, build_engine, compute
@@ -35,7 +36,7 @@ WARM_UP = 5
 def measure(config: Any, world: Any, mode: str, steps: int) -> tuple[dict[str, Any], list[Any]]:
     """One arm: its figures, and the digests of every step."""
     torch.cuda.reset_peak_memory_stats()
-    engine = build_engine(config, world, mode)
+    engine = build_engine(config, world, ARMS[mode])
     seconds, losses, digests = [], [], []
     for step in range(steps):
         torch.cuda.synchronize()
@@ -95,7 +96,7 @@ def main() -> None:
         world = init_world(config)
         print(describe_run(config, world), flush=True)
         arms, records = [], []
-        for mode in ("eager", "traced"):
+        for mode in ("eager", "control"):
             figures, digests = measure(config, world, mode, args.steps)
             arms.append(figures)
             records.append(digests)

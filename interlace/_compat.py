@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -134,3 +135,63 @@ def package_available(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):
         return False
+
+
+def functional_twin(target: Any) -> Any:
+    """``aten.add.Scalar`` for ``aten.add_.Scalar``; None where an operator has no such twin."""
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        return None
+    name = target._schema.name.removeprefix("aten::")
+    packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
+    twin = getattr(packet, target._overloadname, None)
+    return twin if name.endswith("_") and not op_is_mutable(twin) else None
+
+
+def op_is_view(target: Any) -> bool:
+    """Whether a result shares the memory of an argument that the operator does not write."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    aliases = [r.alias_info for r in target._schema.returns]
+    return any(a is not None and not a.is_write for a in aliases)
+
+
+# --- Triton: optional on CPU, needed on CUDA.  TRITON_INTERPRET is Triton's own variable, which it
+# reads when a kernel is decorated: it has to be set before the first import.  Tested on 3.6, 3.7.
+
+HAS_TRITON = package_available("triton")
+TRITON_INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def runs_triton(op: str, device: torch.device) -> bool:
+    """Whether ``op`` takes its Triton kernel there: on CUDA, and on CPU in Triton's interpreter."""
+    if device.type != "cuda":
+        return TRITON_INTERPRETED
+    if not HAS_TRITON:
+        raise RuntimeError(
+            f"{op}: a CUDA tensor needs Triton, which is not installed; "
+            "install the version that comes with this torch, or run on the CPU."
+        )
+    return True
+
+
+def graph_root(graph: fx.Graph) -> fx.Node:
+    """The node before the first and after the last: prepending to it moves a node to the end.
+
+    No public call moves a node to the end of a graph.
+    """
+    return graph._root
+
+
+def op_memory(target: Any) -> tuple[tuple[str, bool, bool], ...]:
+    """Per argument of an operator: its name, whether a result may share its memory, whether it is
+    written; empty for a plain function.  No public reader of alias annotations exists.
+    """
+    if not isinstance(target, torch._ops.OpOverload):
+        return ()
+    found = []
+    for arg in target._schema.arguments:
+        alias = arg.alias_info
+        # Views of unknown number, as of split, have the set "*" behind the arrow.
+        shares = alias is not None and bool(alias.before_set)
+        found.append((arg.name, shares, alias is not None and alias.is_write))
+    return tuple(found)

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from interlace import __version__
-from interlace.train.launch import in_worker, launch, report_failure
+from interlace.train import watch
+from interlace.train.launch import GRACE_SECONDS, in_worker, launch, report_failure
 
 if TYPE_CHECKING:
     from interlace.train.config import Config
@@ -53,6 +54,8 @@ def main(argv: list[str] | None = None) -> int:
         if not expected and not in_worker():
             raise
         text = f"interlace: error: {error}" if expected else traceback.format_exc()
+        if not expected and watch.now():
+            text = f"{text.rstrip()}\nat: {watch.now()}"
         report_failure(text, expected=expected)
         code = _SETTINGS_ERROR if expected else _FAILED
         if in_worker():
@@ -160,7 +163,8 @@ def _train(argv: list[str]) -> int:
         train(config, world)
         return True
 
-    return _run(["train", *argv], config, size, work)
+    stop_seconds = config.checkpoint.stop_seconds if config.checkpoint.enabled else None
+    return _run(["train", *argv], config, size, work, stop_seconds)
 
 
 def _verify(argv: list[str]) -> int:
@@ -275,10 +279,19 @@ def _load(
     return config, size
 
 
-def _run(argv: list[str], config: Config, size: int, work: Callable[[World], bool]) -> int:
-    """Do the work in place, or in as many local workers as it needs."""
+def _run(
+    argv: list[str],
+    config: Config,
+    size: int,
+    work: Callable[[World], bool],
+    stop_seconds: float | None = None,
+) -> int:
+    """Do the work in place, or in as many local workers as it needs.
+
+    ``stop_seconds``: how long those may save after SIGTERM; None if they do not.
+    """
     if size > 1 and not in_worker():
-        return launch(argv, size)
+        return launch(argv, size, stop_seconds=stop_seconds or GRACE_SECONDS)
     from interlace.train.world import close_world, init_world
 
     world = init_world(config)

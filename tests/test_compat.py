@@ -69,3 +69,31 @@ def test_packages() -> None:
     assert _compat.package_available("torch")
     assert not _compat.package_available("no_such_package_here")
     assert not _compat.package_available("no_such_package_here.part")
+
+
+def test_triton_is_for_cuda_and_for_its_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
+    for interpreted in (False, True):
+        monkeypatch.setattr(_compat, "TRITON_INTERPRETED", interpreted)
+        assert _compat.runs_triton("op", cpu) is interpreted
+    monkeypatch.setattr(_compat, "HAS_TRITON", True)
+    assert _compat.runs_triton("op", cuda) is True
+    monkeypatch.setattr(_compat, "HAS_TRITON", False)
+    with pytest.raises(RuntimeError, match=r"^gather_rows: a CUDA tensor needs Triton"):
+        _compat.runs_triton("gather_rows", cuda)
+
+
+def test_what_an_operator_shares_and_writes() -> None:
+    """Against what torch's own schemas say in words: (a) shares, (a!) writes, -> * splits."""
+    aten = torch.ops.aten
+
+    def of(op) -> dict[str, tuple[bool, bool]]:
+        return {name: (shares, writes) for name, shares, writes in _compat.op_memory(op)}
+
+    assert of(aten.view.default) == {"self": (True, False), "size": (False, False)}
+    assert of(aten.split.Tensor)["self"] == (True, False)
+    assert of(aten.add_.Tensor)["self"] == (True, True)
+    assert of(aten.add_.Tensor)["other"] == (False, False)
+    assert of(aten._foreach_add_.List)["self"][1] is True
+    assert not any(shares or writes for shares, writes in of(aten.mm.default).values())
+    assert of(len) == {}

@@ -81,8 +81,10 @@ def test_packing_equals_slow_oracle(lengths: list[int], seq_len: int, max_docume
         assert row.tokens_S.tolist() == [token for token, _ in pairs] + [0] * padding
         labels = [-100 if label is None else label for _, label in pairs]
         assert row.labels_S.tolist() == labels + [-100] * padding
-        sizes = [len(piece) for piece in pieces] + ([padding] if padding else [])
-        assert row.positions_S.tolist() == [i for size in sizes for i in range(size)]
+        sizes = [len(piece) for piece in pieces]
+        positions = [i for size in sizes for i in range(size)]
+        assert row.positions_S.tolist() == positions + [-1] * padding
+        sizes += [padding] if padding else []
         bounds = [0, *np.cumsum(sizes).tolist()]
         columns = max_documents + 1
         assert row.cu_seqlens_C.tolist() == bounds + [seq_len] * (columns - len(bounds))

@@ -76,6 +76,8 @@ print("hello from", rank)
 def test_one_fails_all_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     body = """
 if rank == 1:
+    while not all(os.path.exists(sys.argv[1] + f"/rank{r}.pid") for r in range(3)):
+        time.sleep(0.01)
     sys.exit("boom on one")
 time.sleep(100)
 """

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from interlace.train.arms import ARMS
 from interlace.train.config import Config
 from interlace.train.engine import Engine, apply, build_engine, compute
 from interlace.train.presets import PRESETS
@@ -68,7 +69,7 @@ def _two_steps(rank, size, degree, preset, microbatches=1, padded=False, device=
     if device == "cpu":
         torch.set_num_threads(1)
     config = _config(preset, degree, size, microbatches, padded)
-    engine: Engine = build_engine(config, _world(rank, size, degree, device), "traced")
+    engine: Engine = build_engine(config, _world(rank, size, degree, device), ARMS["control"])
     first = compute(engine, 0)
     result = {
         "loss": first.loss.item(),
@@ -134,7 +135,7 @@ def test_two_processes_on_one_gpu(two_ranks) -> None:
 def _drops_a_rank(rank: int, size: int):
     config = _config("dsv3-tiny", 2, 2, 1, True)
     config = replace(config, ep=replace(config.ep, capacity_factor=0.25))
-    engine = build_engine(config, _world(rank, size, 2, "cpu"), "traced")
+    engine = build_engine(config, _world(rank, size, 2, "cpu"), ARMS["control"])
     before = {n: p.detach().clone() for n, p in engine.model.named_parameters()}
     try:
         compute(engine, 0)

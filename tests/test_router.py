@@ -43,7 +43,7 @@ def choose_in_python(scores: list[float], bias: list[float], c: ModelConfig) -> 
 
 def test_group_limited_choice_equals_the_python_oracle() -> None:
     router, x = make_router(DSV3), hidden(64, DSV3)
-    ids, scores, counts = router(x)
+    ids, scores, counts, _ = router(x)
     all_scores = (x.double() @ router.gate.double().T).sigmoid()
     for t in range(len(x)):
         expected = choose_in_python(all_scores[t].tolist(), router.expert_bias.tolist(), DSV3)
@@ -56,7 +56,7 @@ def test_group_limited_choice_equals_the_python_oracle() -> None:
 
 def test_softmax_choice_is_the_renormalised_top_k() -> None:
     router, x = make_router(QWEN3), hidden(64, QWEN3)
-    ids, scores, counts = router(x)
+    ids, scores, counts, _ = router(x)
     value, expected = (x @ router.gate.T).softmax(-1).topk(4)
     assert torch.equal(ids, expected)
     torch.testing.assert_close(scores, value / value.sum(-1, keepdim=True))
@@ -70,7 +70,7 @@ def test_limit_groups_of_single_experts_keeps_the_best_experts() -> None:
 
 def test_route_scale_multiplies_the_normalised_weights() -> None:
     config = replace(DSV3, route_scale=2.5)
-    _, scores, _ = make_router(config)(hidden(8, config))
+    _, scores, _, _ = make_router(config)(hidden(8, config))
     torch.testing.assert_close(scores.sum(-1), torch.full((8,), 2.5))
 
 
@@ -78,10 +78,10 @@ def test_bias_changes_the_choice_and_not_the_weights() -> None:
     config = replace(DSV3, num_groups=1, top_groups=1)
     router, x = make_router(config), hidden(32, config)
     router.expert_bias.zero_()
-    free_ids, _, _ = router(x)
+    free_ids, _, _, _ = router(x)
     assert not (free_ids == 3).any(dim=1).all()
     router.expert_bias[3] = 10.0
-    ids, scores, counts = router(x)
+    ids, scores, counts, _ = router(x)
     assert (ids == 3).any(dim=1).all()
     assert counts[3].item() == 32
     learned = (x @ router.gate.T).sigmoid().gather(1, ids)
@@ -91,7 +91,7 @@ def test_bias_changes_the_choice_and_not_the_weights() -> None:
 def test_forward_changes_no_buffer_and_bias_gets_no_gradient() -> None:
     router, x = make_router(DSV3), hidden(8, DSV3)
     before = router.expert_bias.clone()
-    _, scores, _ = router(x)
+    _, scores, _, _ = router(x)
     (scores * torch.arange(4.0)).sum().backward()
     assert torch.equal(router.expert_bias, before)
     assert router.gate.grad.abs().sum() > 0
@@ -107,7 +107,7 @@ def test_routing_is_float32_under_bfloat16(config: ModelConfig) -> None:
         full.gate.copy_(half.gate)
         if full.expert_bias is not None:
             full.expert_bias.copy_(half.expert_bias)
-    for actual, expected in zip(half(x), full(x.float()), strict=True):
+    for actual, expected in zip(half(x)[:3], full(x.float())[:3], strict=True):
         assert actual.dtype == expected.dtype
         assert torch.equal(actual, expected)
 
@@ -116,7 +116,7 @@ def test_routing_is_float32_under_bfloat16(config: ModelConfig) -> None:
 def test_balanced_is_exactly_balanced_and_keeps_learned_weights(config: ModelConfig) -> None:
     config = replace(config, routing="balanced")
     router, x = make_router(config), hidden(64, config)
-    ids, scores, counts = router(x)
+    ids, scores, counts, _ = router(x)
     assert counts.tolist() == [64 * 4 // 16] * 16
     assert ids[5].tolist() == [(5 * 4 + k) % 16 for k in range(4)]
     logits = x @ router.gate.T
@@ -163,7 +163,7 @@ def test_skewed_grows_with_alpha() -> None:
 
 def test_skewed_router_counts_its_choice() -> None:
     config = replace(DSV3, routing="skewed:1.2")
-    ids, scores, counts = make_router(config)(hidden(128, config))
+    ids, scores, counts, _ = make_router(config)(hidden(128, config))
     assert torch.equal(ids, skewed_ids(128, 16, 4, 1.2, CPU))
     assert torch.equal(counts, torch.bincount(ids.flatten(), minlength=16))
     torch.testing.assert_close(scores.sum(-1), torch.ones(128))

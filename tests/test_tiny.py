@@ -1,4 +1,4 @@
-"""The entire flow on a two-layer model, in seconds: build, trace, verify, train, read the results."""
+"""The entire flow on a two-layer model, in seconds: build, trace, verify, train, read."""
 
 from __future__ import annotations
 

@@ -34,9 +34,9 @@ def test_one_flipped_bit_is_found_named_and_located(
     real = module.build_engine
     name = "layers.1.moe.experts.w2"
 
-    def faulty(config, world, mode, *args) -> Engine:
-        engine = real(config, world, mode, *args)
-        if mode != "traced":
+    def faulty(config, world, arm, *args) -> Engine:
+        engine = real(config, world, arm, *args)
+        if arm.name != "control":
             return engine
         calls = []
 

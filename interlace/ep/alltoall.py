@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from interlace.ep import pending
+from interlace.ep.backend import Backend, register_backend
 from interlace.ep.transport import Group, all_to_all
 
 NUM_META = 6
@@ -117,7 +118,13 @@ def _expert_major_padded(received_We: Tensor, block_rows: int) -> Tensor:
 
 
 def dispatch_launch(
-    x_TH: Tensor, scores_TK: Tensor | None, meta: list[Tensor], out_rows: int, group: Group
+    x_TH: Tensor,
+    scores_TK: Tensor | None,
+    meta: list[Tensor],
+    out_rows: int,
+    *,
+    buffer_set: int,
+    group: Group,
 ) -> tuple[Tensor, Tensor]:
     """Sends each slot's row to its expert; with scores, row = score * x, rounded once."""
     sent = x_TH.index_select(0, meta[SEND_TOKEN])
@@ -128,7 +135,7 @@ def dispatch_launch(
 
 
 def combine_launch(
-    y_RH: Tensor, meta: list[Tensor], out_rows: int, group: Group
+    y_RH: Tensor, meta: list[Tensor], out_rows: int, *, buffer_set: int, group: Group
 ) -> tuple[Tensor, Tensor]:
     """Sends each expert-major row back to where it came from: the send buffer's layout."""
     sent = y_RH if group.size == 1 else y_RH.index_select(0, meta[RECV_DST])
@@ -207,3 +214,8 @@ def _slot_rows(slots_SH: Tensor, pos_T: Tensor, *, cut: bool) -> Tensor:
         return slots_SH.index_select(0, pos_T).float()
     rows = slots_SH.index_select(0, pos_T.clamp(min=0)).float()
     return torch.where(pos_T[:, None] >= 0, rows, 0.0)
+
+
+register_backend(
+    Backend("alltoall", plan, dispatch_launch, combine_launch, combine_finish, score_grad)
+)

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from interlace import _compat
-from interlace.ep import alltoall, pending
+from interlace.ep import alltoall, pending, pooled  # noqa: F401 - registers a backend
+from interlace.ep.backend import get_backend
 from interlace.ep.transport import get_group
 from interlace.graph.comm import CommSpec, register_blocking, register_comm
-
-BACKENDS = ("alltoall",)
 
 _lib = torch.library.Library("ep", "DEF")
 _lib.define(
@@ -44,17 +43,10 @@ _lib.define(
 )
 
 
-def check_backend(backend: str) -> None:
-    """ValueError for a backend that is not there, naming those that are."""
-    if backend not in BACKENDS:
-        raise ValueError(f"ep.backend: {backend!r} is unknown; available: {', '.join(BACKENDS)}.")
-
-
 def _plan(
     ids: Tensor, num_experts: int, block_rows: int | None, group: str, backend: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    check_backend(backend)
-    return alltoall.plan(ids, num_experts, block_rows, get_group(group))
+    return get_backend(backend).plan(ids, num_experts, block_rows, get_group(group))
 
 
 def _dispatch_launch(
@@ -67,7 +59,8 @@ def _dispatch_launch(
     group: str,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    return alltoall.dispatch_launch(x, scores, meta, out_rows, get_group(group))
+    launch = get_backend(backend).dispatch_launch
+    return launch(x, scores, meta, out_rows, buffer_set=buffer_set, group=get_group(group))
 
 
 def _combine_launch(
@@ -79,7 +72,8 @@ def _combine_launch(
     group: str,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    return alltoall.combine_launch(y, meta, out_rows, get_group(group))
+    launch = get_backend(backend).combine_launch
+    return launch(y, meta, out_rows, buffer_set=buffer_set, group=get_group(group))
 
 
 def _wait(value: Tensor, token: Tensor) -> Tensor:
@@ -90,13 +84,13 @@ def _wait(value: Tensor, token: Tensor) -> Tensor:
 def _combine_finish(
     slots: Tensor, scores: Tensor | None, meta: list[Tensor], top_k: int, backend: str
 ) -> Tensor:
-    return alltoall.combine_finish(slots, scores, meta, top_k)
+    return get_backend(backend).combine_finish(slots, scores, meta, top_k)
 
 
 def _score_grad(
     slots: Tensor, grad: Tensor, meta: list[Tensor], top_k: int, backend: str
 ) -> Tensor:
-    return alltoall.score_grad(slots, grad, meta, top_k)
+    return get_backend(backend).score_grad(slots, grad, meta, top_k)
 
 
 for _name, _fn in {
@@ -118,7 +112,7 @@ for _name, _fn in {
 def _plan_fake(
     ids: Tensor, num_experts: int, block_rows: int | None, group: str, backend: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    check_backend(backend)
+    get_backend(backend)
     size, slots = get_group(group).size, ids.numel()
     sent = slots if block_rows is None else size * block_rows
     if block_rows is not None:

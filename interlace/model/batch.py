@@ -12,15 +12,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 IGNORED = -100  # a label that takes no part in the loss
+PADDING = -1  # the position of a place without a token
 
 
 @dataclass(frozen=True)
 class Batch:
     """Shapes: tokens_BS, labels_BS, positions_BS int64; cu_seqlens_BC int32.
 
-    ``positions_BS`` restarts at 0 with each document.  ``cu_seqlens_BC`` holds the boundaries of
-    the documents of each row: column 0 is 0, the last document ends at S, the rest is padded
-    with S, so that its shape never depends on the data.
+    ``positions_BS`` restarts at 0 with each document; PADDING there, and nowhere else, says that a
+    place holds no token.  ``cu_seqlens_BC`` holds the boundaries of the documents of each row:
+    column 0 is 0, the last document ends at S, the rest is padded with S, so that its shape never
+    depends on the data.
     """
 
     tokens_BS: Tensor

@@ -49,6 +49,7 @@ class ModelConfig:
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-6
     routing: str = "learned"
+    balance_loss_weight: float = 0.0  # of the auxiliary loss that evens out the experts; 0 is off
 
     @property
     def rope_dim(self) -> int:
@@ -140,6 +141,9 @@ def _check_positive(c: ModelConfig) -> list[str]:
         for name in ("q_lora_rank", "num_shared_experts")
         if getattr(c, name) < 0
     ]
+    weight = c.balance_loss_weight
+    if not (math.isfinite(weight) and weight >= 0):
+        problems.append(f"model.balance_loss_weight: {weight} must be at least 0; use 0.0 (off).")
     problems += [
         f"model.{name}: {getattr(c, name)} must be a finite number above 0; use {default}."
         for name, default in (("rope_theta", 10_000.0), ("norm_eps", 1e-6), ("route_scale", 1.0))

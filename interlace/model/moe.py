@@ -16,6 +16,8 @@ from interlace.model.config import ModelConfig
 from interlace.model.layers import SwiGLU
 from interlace.model.router import Router
 
+MoEOutput = tuple[Tensor, Tensor, Tensor, Tensor | None]
+
 
 class Experts(nn.Module):
     """The SwiGLU feed-forwards of this rank's experts; w13 holds gate, then up."""
@@ -43,14 +45,19 @@ class MoE(nn.Module):
         shared_dim = config.num_shared_experts * config.expert_hidden_dim
         self.shared = SwiGLU(config.dim, shared_dim) if shared_dim else None
 
-    def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """-> out_BSD; counts_E: tokens that this rank sends to each expert; overflow (1,) int32."""
+    def forward(self, x_BSD: Tensor, live_BS: Tensor | None = None) -> MoEOutput:
+        """-> out_BSD; counts_E: tokens that this rank sends to each expert; overflow (1,) int32;
+        the layer's share of the balance loss, None if that is off.
+
+        Padding (``live_BS`` false) is computed like any token and counted nowhere.
+        """
         x_TD = x_BSD.flatten(0, 1)
-        ids_TK, scores_TK, counts_E = self.router(x_TD)
+        live_T = None if live_BS is None else live_BS.flatten()
+        ids_TK, scores_TK, counts_E, balance = self.router(x_TD, live_T)
         plan = ep.plan(ids_TK, self.num_experts, self.exchange)
         rows_RD = ep.dispatch(x_TD, plan)
         rows_RD = self.experts(rows_RD, plan.offsets[1:])
         out_TD = ep.combine(rows_RD, scores_TK, plan)
         if self.shared is not None:
             out_TD = out_TD + self.shared(x_TD)
-        return out_TD.unflatten(0, x_BSD.shape[:2]), counts_E, plan.overflow
+        return out_TD.unflatten(0, x_BSD.shape[:2]), counts_E, plan.overflow, balance

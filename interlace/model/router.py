@@ -9,6 +9,7 @@ choice of an expert, not just its weight.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,15 +21,29 @@ _SKEW_SEED = 0x5EED
 _MASK_32 = 0xFFFFFFFF
 
 
+class Choice(NamedTuple):
+    """What a router decided.  Counts and balance see each token once and no padding."""
+
+    ids_TK: Tensor  # int64
+    scores_TK: Tensor  # float32
+    counts_E: Tensor  # int64: tokens of each expert
+    balance: Tensor | None  # float32, 0-d: this layer's share of the balance loss; None if off
+
+
 class Router(nn.Module):
     """Scores of every expert, and a choice of K.
 
     deepseek_v3: sigmoid scores; ``expert_bias`` takes part in the choice but not in the weights,
     which are normalised and multiplied by ``route_scale``; only the best groups are eligible.
     qwen3_moe: softmax scores, normalised over the chosen experts.
+
+    ``balance_price`` is given by the trainer before each step: what a unit of probability for an
+    expert costs (see train/balance.py).  The balance loss is a plain sum over tokens, so that any
+    split of a batch gives the same gradient.
     """
 
     expert_bias: Tensor | None
+    balance_price: Tensor | None
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -38,9 +53,12 @@ class Router(nn.Module):
         # The trainer moves the bias between steps; a forward never does.
         bias_E = torch.zeros(config.num_experts, dtype=torch.float32) if sigmoid else None
         self.register_buffer("expert_bias", bias_E)
+        has_price = config.balance_loss_weight > 0
+        price_E = torch.zeros(config.num_experts, dtype=torch.float32) if has_price else None
+        self.register_buffer("balance_price", price_E, persistent=False)
 
-    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """-> ids_TK int64, scores_TK float32, counts_E int64 (tokens of each expert)."""
+    def forward(self, x_TD: Tensor, live_T: Tensor | None = None) -> Choice:
+        """``live_T`` (bool) is false at padding; None: there is none."""
         c = self.config
         logits_TE = F.linear(x_TD.float(), self.gate.float())
         if self.expert_bias is None:
@@ -51,12 +69,25 @@ class Router(nn.Module):
             scale, choice_TE = c.route_scale, scores_TE + self.expert_bias
         ids_TK = self._choose(choice_TE.detach())
         scores_TK = scores_TE.gather(1, ids_TK)
+        balance = self._balance(scores_TE, live_T)
         # The small number keeps a token whose scores all underflowed from dividing by zero.
         scores_TK = scores_TK / (scores_TK.sum(dim=-1, keepdim=True) + 1e-20) * scale
         # Compared and summed, not bincount: that has a size which depends on the data.
         experts_E = torch.arange(c.num_experts, device=ids_TK.device)
-        counts_E = (ids_TK.reshape(-1, 1) == experts_E).sum(dim=0)
-        return ids_TK, scores_TK, counts_E
+        counted_TK = ids_TK
+        if live_T is not None:
+            counted_TK = ids_TK.masked_fill(~live_T.unsqueeze(-1), -1)
+        counts_E = (counted_TK.reshape(-1, 1) == experts_E).sum(dim=0)
+        return Choice(ids_TK, scores_TK, counts_E, balance)
+
+    def _balance(self, scores_TE: Tensor, live_T: Tensor | None) -> Tensor | None:
+        """Sum over tokens and experts of probability times price."""
+        if self.balance_price is None:
+            return None
+        share_TE = scores_TE / (scores_TE.sum(dim=-1, keepdim=True) + 1e-20)
+        if live_T is not None:
+            share_TE = share_TE * live_T.unsqueeze(-1)
+        return (share_TE.sum(dim=0) * self.balance_price).sum()
 
     def _choose(self, choice_TE: Tensor) -> Tensor:
         c = self.config

@@ -25,10 +25,12 @@ from interlace.model.moe import MoE
 
 
 class Routed(NamedTuple):
-    """What the MoE layers of one forward did: tokens sent to each expert, rows that did not fit."""
+    """What the MoE layers of one forward did: tokens sent to each expert (padding left out), rows
+    that did not fit, and the balance loss."""
 
     counts_LE: Tensor  # int64
     overflow_L: Tensor  # int32
+    balance: Tensor | None = None  # float32, 0-d, summed over layers; None if off
 
 
 class Block(nn.Module):
@@ -51,14 +53,19 @@ class Block(nn.Module):
             self.ffn = SwiGLU(config.dim, config.dense_hidden_dim)
 
     def forward(
-        self, x_BSD: Tensor, cos_BSr: Tensor, sin_BSr: Tensor, bounds: Tensor
-    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        """-> x_BSD, (counts_E, overflow) or None in a dense layer."""
+        self,
+        x_BSD: Tensor,
+        cos_BSr: Tensor,
+        sin_BSr: Tensor,
+        bounds: Tensor,
+        live_BS: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor | None] | None]:
+        """-> x_BSD, (counts_E, overflow, balance) or None in a dense layer."""
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), cos_BSr, sin_BSr, bounds)
         if not self.is_moe:
             return x_BSD + self.ffn(self.ffn_norm(x_BSD)), None
-        out_BSD, counts_E, overflow = self.moe(self.ffn_norm(x_BSD))
-        return x_BSD + out_BSD, (counts_E, overflow)
+        out_BSD, *routed = self.moe(self.ffn_norm(x_BSD), live_BS)
+        return x_BSD + out_BSD, tuple(routed)
 
 
 class MoETransformer(nn.Module):
@@ -80,13 +87,15 @@ class MoETransformer(nn.Module):
         x_BSD = self.embedding(tokens_BS)
         cos_BSr, sin_BSr = rope_tables(positions_BS, c.rope_dim, c.rope_theta)
         bounds = attention_bounds(x_BSD, cu_seqlens_BC)
-        counts, overflows = [], []
+        live_BS = positions_BS >= 0
+        moe_layers = []
         for layer in self.layers:
-            x_BSD, routed = layer(x_BSD, cos_BSr, sin_BSr, bounds)
+            x_BSD, routed = layer(x_BSD, cos_BSr, sin_BSr, bounds, live_BS)
             if routed is not None:
-                counts.append(routed[0])
-                overflows.append(routed[1])
-        return self.norm(x_BSD), Routed(torch.stack(counts), torch.cat(overflows))
+                moe_layers.append(routed)
+        counts, overflows, shares = zip(*moe_layers, strict=True)
+        balance = None if shares[0] is None else torch.stack(shares).sum()
+        return self.norm(x_BSD), Routed(torch.stack(counts), torch.cat(overflows), balance)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., D) -> (..., V), in the type of the parameters."""

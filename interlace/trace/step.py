@@ -18,8 +18,11 @@ from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from interlace import _compat
+from interlace.graph.chunking import Chunking
 from interlace.graph.passes import Pass, PassReport, remove_dead_nodes, run_passes
 from interlace.trace.backward import Sums, fill_unused, settle_tags, tagged_grad
+from interlace.trace.eager_chunk import chunk_modules
+from interlace.trace.functional import functionalise_temporaries
 from interlace.trace.regions import Regions
 
 LossFn = Callable[..., tuple[Tensor, dict[str, Tensor]]]
@@ -40,7 +43,8 @@ class Step:
 
     ``compute_dtype`` is the dtype of the model's arithmetic; the parameters that are handed in stay
     float32 and are cast once a step, except those for which ``keep(name)`` is true.
-    ``boundary(name)`` as in :meth:`Regions.of_modules`.
+    ``boundary(name)`` as in :meth:`Regions.of_modules`.  ``chunking`` runs matching modules in
+    parts (eager chunking).
     """
 
     model: torch.nn.Module
@@ -48,6 +52,7 @@ class Step:
     compute_dtype: torch.dtype = torch.float32
     keep: Callable[[str], bool] = lambda name: False
     boundary: Callable[[str], bool] = lambda name: False
+    chunking: Chunking | None = None
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The model's own parameters and buffers, each once however often it is used."""
@@ -122,7 +127,11 @@ def trace_step(step: Step, batch: Sequence[Tensor], passes: Sequence[Pass] = ())
     roles += [("buffer", n.rpartition(".")[0]) for n in buffers] + [("arg", "")] * len(batch)
     settle_tags(gm, roles, sums)
     _reject_baked_tensors(gm)
-    reports = run_passes(gm, [Pass("remove_dead_nodes", remove_dead_nodes), *passes])
+    clean_up = [
+        Pass("remove_dead_nodes", remove_dead_nodes),
+        Pass("functionalise_temporaries", functionalise_temporaries, keeps_effects=False),
+    ]
+    reports = run_passes(gm, [*clean_up, *passes])
     return Traced(gm, tuple(params), tuple(buffers), tuple(extra_names), tuple(reports))
 
 
@@ -150,6 +159,12 @@ def _compute(
     state |= buffers
 
     def body(*batch: Tensor) -> StepResult:
+        with contextlib.ExitStack() as stack:
+            if step.chunking is not None:
+                stack.enter_context(chunk_modules(step.model, step.chunking, regions))
+            return run(*batch)
+
+    def run(*batch: Tensor) -> StepResult:
         if regions is None or sums is None:
             loss, extra = step.loss_fn(step.model, *batch)
             leaves = list(params.values())

@@ -1,9 +1,11 @@
-"""Load balancing without a loss: the bias that steers which experts are chosen.
+"""Load balancing: the bias that steers which experts are chosen, the prices of the balance loss.
 
 Legend: E experts of one layer; leading dimensions (layers) may come before it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Set
 
 import torch
 from torch import Tensor
@@ -34,3 +36,36 @@ def update_expert_bias_(bias_E: Tensor, counts_E: Tensor, speed: float) -> None:
     # sign(mean - count) without a division
     direction_E = (counts_E.sum(-1, keepdim=True) - counts_E * counts_E.shape[-1]).sign()
     bias_E.add_(direction_E.to(bias_E.dtype), alpha=speed)
+
+
+@torch.no_grad()
+def set_prices_(
+    model: torch.nn.Module,
+    load_LE: Tensor,
+    num_live: Tensor,
+    weight: float,
+    left_out: Set[int] = frozenset(),
+) -> None:
+    """Gives each router what a unit of probability costs in the balance loss of the coming step.
+
+    The loss of a layer is ``weight * E * sum_e load_e * share_e``: ``load_e`` is expert e's part of
+    the tokens routed in the last update, over all ranks and microbatches; ``share_e`` the mean
+    probability that this step's tokens give it.  An even layer costs ``weight``; layers are added.
+    With the load given instead of computed on the way, the loss is a plain sum over tokens: the
+    same gradient for any split into ranks, microbatches and chunks, each token once, no padding.
+    Before the first update the load is even, and so has no gradient.
+    Shapes: load_LE int64, maybe empty; num_live 0-d: tokens of this step on all ranks.
+    """
+    routers = [m for m in model.modules() if getattr(m, "balance_price", None) is not None]
+    for layer, router in enumerate(routers):
+        price_E = router.balance_price
+        if layer in left_out:
+            price_E.zero_()
+            continue
+        num_experts = len(price_E)
+        part_E = torch.full_like(price_E, 1 / num_experts)
+        if load_LE.numel():
+            load_E = load_LE[layer].to(price_E.device, torch.float32)
+            part_E = torch.where(load_E.sum() > 0, load_E / load_E.sum().clamp(min=1), part_E)
+        scale = weight * num_experts / num_live.to(price_E.device, torch.float32).clamp(min=1)
+        price_E.copy_(part_E * scale)

@@ -7,6 +7,7 @@ told at once.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -16,7 +17,8 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_ty
 
 from interlace.model.config import ModelConfig, check_model
 
-ARMS = ("eager", "control")  # what `interlace verify` can run; later steps add to it
+# What `interlace verify` can run (train/arms.py, without torch).
+ARMS = ("eager", "control", "scheduled", "chunk-eager", "chunk-graph", "chunk-scheduled")
 BYTE_VOCAB = 256  # token ids that text, read as bytes, takes
 
 
@@ -41,6 +43,10 @@ class TrainingConfig:
     """auto: CUDA where there is one."""
     mode: Literal["traced", "eager"] = "traced"
     """traced: the step runs as one FX graph; eager: plain PyTorch."""
+    nonfinite: Literal["stop", "skip"] = "stop"
+    """What a step with a NaN or infinity does on all ranks: end the run, or leave no trace."""
+    max_skipped_steps: int = _number(10, low=1)
+    """With skip: so many such steps in a row end the run."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,19 @@ class EpConfig:
 
 
 @dataclass(frozen=True)
+class OverlapConfig:
+    chunks: int = _number(1, low=1)
+    """Independent parts that a region of the step runs in, so that one part's exchange runs under
+    the other's compute; 1 is off."""
+    chunk_root: str = "layers.*.moe"
+    """Modules that are chunked, a star for one name: layers.*.moe, or whole layers: layers.*"""
+    chunk_dim: Literal["batch", "sequence"] = "batch"
+    """What is split; attention needs its whole sequence, so whole layers split by batch."""
+    scheduler: Literal["policy", "off"] = "policy"
+    """off: program order; everything else stays as it is."""
+
+
+@dataclass(frozen=True)
 class OptimizerConfig:
     name: Literal["AdamW", "SGD"] = "AdamW"
     """SGD is plain: no momentum, no decay."""
@@ -79,8 +98,12 @@ class OptimizerConfig:
     weight_decay: float = _number(0.1, low=0)
     max_norm: float | None = _number(1.0, low=0)
     """Gradient norm above which all gradients are scaled down; none or 0 is off."""
+    norm_type: float = _number(2.0, low=1)
+    """The p of the gradient norm; inf: the largest element."""
     expert_bias_speed: float = _number(1e-3, low=0)
     """Change of a router's expert bias in one optimizer step; 0 is off."""
+    unbalanced_layers: str = ""
+    """MoE layers that are left unbalanced, by bias and by loss: numbers from 0, with commas."""
 
 
 @dataclass(frozen=True)
@@ -93,11 +116,18 @@ class LRSchedulerConfig:
 @dataclass(frozen=True)
 class DataConfig:
     source: str = "stdlib"
-    """stdlib (Python's own source files), random, a text file or folder, or a token file."""
+    """stdlib (Python's own source files), random, a text file or folder, a .jsonl or .parquet file,
+    or a token file."""
+    text_field: str = "text"
+    """The field of a JSONL line, or the column of a parquet file, that holds a document."""
+    tokenizer: str = "bytes"
+    """bytes, or a `tokenizers` JSON file; that needs data.separator."""
     max_documents: int = _number(16, low=1)
     """Most documents that one sequence may hold, its padding included."""
     separator: int | None = _number(None, low=0)
     """Token id that ends a document of a token file; none: one document."""
+    at_end: Literal["wrap", "stop"] = "wrap"
+    """After the last whole batch of an epoch: another epoch in a new order, or the run ends."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +136,40 @@ class MetricsConfig:
     """Steps between two lines on the console; the metrics file has every step."""
     folder: str = "runs/interlace"
     """Where metrics, the loss curve and the resolved configuration go."""
+    enable_tensorboard: bool = False
+    """Also write TensorBoard files below metrics.folder."""
+    enable_wandb: bool = False
+    """Also log to Weights & Biases."""
+    enable_trackio: bool = False
+    """Also log to trackio."""
+    project: str = "interlace"
+    """The project's name at Weights & Biases and trackio."""
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    interval: int = _number(0, low=0)
+    """Steps between two evaluations, with one after the last step; 0 is off."""
+    batches: int = _number(8, low=1)
+    """Batches of an evaluation, the same ones each time."""
+    source: str = ""
+    """As data.source; empty: rows of the training data that are then kept out of the training."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    enabled: bool = False
+    """Save as the run goes; the same command then resumes from the last complete checkpoint."""
+    folder: str = "checkpoints"
+    """Below metrics.folder, unless it is an absolute path."""
+    interval: int = _number(500, low=1)
+    """Steps between two checkpoints; one more after the last step and after SIGTERM."""
+    keep_latest_k: int = _number(3, low=0)
+    """Older complete checkpoints are removed; 0 keeps all."""
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
+    """async: training goes on once the state is copied to host memory; pinned copies faster."""
+    stop_seconds: int = _number(120, low=1)
+    """How long our launcher lets workers save after SIGTERM."""
 
 
 @dataclass(frozen=True)
@@ -126,13 +190,22 @@ class Config:
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     comm: CommConfig = field(default_factory=CommConfig)
     ep: EpConfig = field(default_factory=EpConfig)
+    overlap: OverlapConfig = field(default_factory=OverlapConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
     data: DataConfig = field(default_factory=DataConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
 
 
+PACKAGES = {  # optional packages and the switches that need them
+    "tensorboard": "metrics.enable_tensorboard",
+    "wandb": "metrics.enable_wandb",
+    "trackio": "metrics.enable_trackio",
+}
+MAY_BE_INFINITE = ("optimizer.norm_type",)
 # Optional settings for which 0 says the same as none.
 ZERO_IS_NONE = ("comm.timeout_seconds", "ep.capacity_factor", "optimizer.max_norm")
 
@@ -148,6 +221,21 @@ def microbatch_tokens(config: Config) -> int:
     return sequences * config.training.seq_len
 
 
+def unbalanced_layers(optimizer: OptimizerConfig) -> frozenset[int]:
+    """The MoE layers, numbered from 0, that the settings leave unbalanced.
+
+    Raises: ValueError for what is no list of numbers.
+    """
+    text = optimizer.unbalanced_layers
+    parts = [part.strip() for part in text.split(",")] if text else []
+    if any(not part.isdecimal() for part in parts):
+        raise ValueError(
+            f"optimizer.unbalanced_layers={text!r} must be numbers from 0 joined by commas, such "
+            f"as 0,3; empty: every layer is balanced."
+        )
+    return frozenset(map(int, parts))
+
+
 def check(config: Config, world_size: int) -> None:
     """Refuse what cannot run, before any communication; a pure function of its arguments.
 
@@ -159,13 +247,19 @@ def check(config: Config, world_size: int) -> None:
     _check_batch(config)
     _check_parallelism(config, world_size)
     _check_ep(config)
+    _check_overlap(config)
     _check_data(config)
+    _check_layers(config)
+    for package, setting in PACKAGES.items():
+        _check_package(config, package, setting)
 
 
 def _check_numbers(config: Config) -> None:
     for name, hint, value, low, high in walk(config):
         accept(name, hint, value)
         if value is None or isinstance(value, str):
+            continue
+        if value == math.inf and name in MAY_BE_INFINITE:
             continue
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{name}={value} must be a finite number; use for example {low:.9g}.")
@@ -232,6 +326,27 @@ def _check_ep(config: Config) -> None:
         )
 
 
+def _check_overlap(config: Config) -> None:
+    o, t = config.overlap, config.training
+    if o.chunks == 1:
+        return
+    if o.chunk_dim == "sequence" and not o.chunk_root.endswith(".moe"):
+        raise ValueError(
+            f"overlap.chunk_dim=sequence splits what overlap.chunk_root={o.chunk_root} attends to; "
+            f"use overlap.chunk_root=layers.*.moe or overlap.chunk_dim=batch."
+        )
+    extent, name = t.seq_len, "training.seq_len"
+    if o.chunk_dim == "batch":
+        extent = t.local_batch_size // t.microbatches
+        name = "training.local_batch_size / training.microbatches"
+    if extent % o.chunks:
+        legal = _nearest(o.chunks, _divisors(extent))
+        raise ValueError(
+            f"{name} = {extent} does not split into overlap.chunks={o.chunks} equal chunks; "
+            f"nearest: overlap.chunks={legal}."
+        )
+
+
 def _check_data(config: Config) -> None:
     source, path = config.data.source, Path(config.data.source).expanduser()
     if source == "random":
@@ -249,6 +364,24 @@ def _check_data(config: Config) -> None:
         raise ValueError(
             f"model.vocab_size={config.model.vocab_size} is too small for data.source={source}: "
             f"text is read as bytes, {BYTE_VOCAB} ids; nearest: {BYTE_VOCAB}."
+        )
+
+
+def _check_layers(config: Config) -> None:
+    last = config.model.num_moe_layers - 1
+    if (named := max(unbalanced_layers(config.optimizer), default=0)) > last:
+        raise ValueError(
+            f"optimizer.unbalanced_layers={config.optimizer.unbalanced_layers} names MoE layer "
+            f"{named}, but model.name={config.model.name} has {last + 1}; nearest: {last}."
+        )
+
+
+def _check_package(config: Config, package: str, setting: str) -> None:
+    section, _, key = setting.partition(".")
+    if getattr(getattr(config, section), key) and importlib.util.find_spec(package) is None:
+        raise ValueError(
+            f"{setting}=true needs the package {package}, which is not installed; run: pip install "
+            f"'interlace[{package}]', or leave {setting} out."
         )
 
 

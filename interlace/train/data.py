@@ -31,6 +31,9 @@ from interlace.train.data_source import (
     read_text,
     read_token_file,
 )
+from interlace.train.data_table import TABLE_SUFFIXES, read_table, tokenize
+
+_SPLIT = 0x5117  # the stream of random numbers that chooses held-out rows
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,8 @@ class Data:
     num_padding: int
     fingerprint: int
     skipped: tuple[str, ...]
+    num_held_out: int  # rows that are in no epoch: read_held_out gives them
+    read_held_out: Callable[[int], Row]  # place among them -> row
     read_row: Callable[[int], Row]  # place in the endless line of rows -> row
 
     def rows(self, step: int, *, global_batch_rows: int, first: int, count: int) -> Batch:
@@ -64,13 +69,16 @@ class Data:
                 f"first + count <= {global_batch_rows}."
             )
         begin = step * global_batch_rows + first
-        rows = [self.read_row(begin + i) for i in range(count)]
-        return Batch(
-            tokens_BS=_stack([row.tokens_S for row in rows]),
-            labels_BS=_stack([row.labels_S for row in rows]),
-            positions_BS=_stack([row.positions_S for row in rows]),
-            cu_seqlens_BC=_stack([row.cu_seqlens_C for row in rows]),
-        )
+        return _to_batch([self.read_row(begin + i) for i in range(count)])
+
+    def held_out_rows(self, first: int, count: int) -> Batch:
+        """Rows [first, first + count) of those kept out of the training."""
+        return _to_batch([self.read_held_out(first + i) for i in range(count)])
+
+    def num_steps(self, global_batch_rows: int) -> int | None:
+        """Whole batches of the first epoch; None where there is no end.  The rest of an epoch that
+        fills no batch belongs to a run that wraps."""
+        return None if self.num_rows is None else self.num_rows // global_batch_rows
 
     def epoch(self, step: int, global_batch_rows: int) -> float:
         """How many times the source has been seen before ``step``; 0 for a random source."""
@@ -80,11 +88,14 @@ class Data:
         """One line for the log."""
         if self.num_rows is None:
             return f"data {self.name}: endless random tokens, one document a row"
-        share = 100 * self.num_padding / (self.num_rows * self.seq_len)
+        num_rows = self.num_rows + self.num_held_out
+        share = 100 * self.num_padding / (num_rows * self.seq_len)
         line = (
             f"data {self.name}: {self.num_tokens:,} tokens, {self.num_documents:,} documents, "
-            f"{self.num_rows:,} rows of {self.seq_len} ({share:.1f}% padding)"
+            f"{num_rows:,} rows of {self.seq_len} ({share:.1f}% padding)"
         )
+        if self.num_held_out:
+            line += f", {self.num_held_out:,} of them for evaluation"
         return line + (f", {len(self.skipped)} files not UTF-8 skipped" if self.skipped else "")
 
 
@@ -96,17 +107,22 @@ def open_data(
     max_documents: int,
     seed: int,
     separator: int | None = None,
+    text_field: str = "text",
+    tokenizer: str = "bytes",
+    held_out_rows: int = 0,
 ) -> Data:
-    """Opens ``stdlib``, ``random``, a text file or folder, or a token file (.npy, .bin).
+    """Opens ``stdlib``, ``random``, a text file or folder, a table of documents (.jsonl, .parquet)
+    or a token file (.npy, .bin).
 
     ``separator`` is the id that ends a document of a token file; without it such a file is one
-    document.  Text always uses byte 0.  ``max_documents`` bounds the documents of a row, padding
-    included (see data_pack).
+    document.  Text read as bytes uses byte 0; with a ``tokenizer`` file it needs ``separator``.
+    ``max_documents`` bounds the documents of a row, padding included (see data_pack).
+    ``held_out_rows`` rows, chosen by the seed, are left out of every epoch.
     Raises: ValueError that names the setting and the legal values.
     """
     _check_numbers(vocab_size, seq_len, max_documents, seed, separator)
     if source == "random":
-        return _random_data(vocab_size, seq_len, max_documents, seed)
+        return _random_data(vocab_size, seq_len, max_documents, seed, held_out_rows)
     if max_documents < 2:
         raise ValueError(
             f"data.max_documents={max_documents}: packed rows need at least 2, one of them for "
@@ -122,18 +138,24 @@ def open_data(
         )
     elif path.suffix in TOKEN_SUFFIXES and path.is_file():
         opened = read_token_file(path, vocab_size=vocab_size, separator=separator)
-        return _packed_data(opened, seq_len, max_documents, seed)
+        return _packed_data(opened, seq_len, max_documents, seed, held_out_rows)
+    elif path.suffix in TABLE_SUFFIXES and path.is_file():
+        opened = read_table(path, text_field)
     else:
         opened = read_text(path)
-    if vocab_size < BYTE_VOCAB:
+    if tokenizer != "bytes":
+        opened = tokenize(opened, tokenizer, vocab_size=vocab_size, separator=separator)
+    elif vocab_size < BYTE_VOCAB:
         raise ValueError(
             f"model.vocab_size={vocab_size}: text is read as bytes, which takes {BYTE_VOCAB} ids. "
             f"Use model.vocab_size={BYTE_VOCAB} or more."
         )
-    return _packed_data(opened, seq_len, max_documents, seed)
+    return _packed_data(opened, seq_len, max_documents, seed, held_out_rows)
 
 
-def _packed_data(source: Source, seq_len: int, max_documents: int, seed: int) -> Data:
+def _packed_data(
+    source: Source, seq_len: int, max_documents: int, seed: int, held_out_rows: int
+) -> Data:
     num_tokens, num_documents = len(source.tokens_N), len(source.starts_D)
     if num_tokens == num_documents:
         raise ValueError(
@@ -141,7 +163,17 @@ def _packed_data(source: Source, seq_len: int, max_documents: int, seed: int) ->
             f"token has a next one to predict. Use longer documents or another separator."
         )
     cuts = plan_rows(source.starts_D, num_tokens, seq_len=seq_len, max_documents=max_documents)
-    num_rows = len(cuts) - 1
+    num_held_out, num_rows = held_out_rows, len(cuts) - 1 - held_out_rows
+    if num_rows < 1:
+        raise ValueError(
+            f"data.source={source.name}: {len(cuts) - 1} rows of {seq_len} tokens, of which an "
+            f"evaluation would keep {num_held_out}; use fewer evaluation.batches or name an "
+            f"evaluation.source."
+        )
+    # Without held-out rows the order of an epoch is a permutation of the rows themselves.
+    shuffled = np.arange(len(cuts) - 1)
+    if num_held_out:
+        shuffled = np.random.default_rng((seed, _SPLIT)).permutation(shuffled)
 
     # Two epochs, for the step that lies across the end of one.
     @lru_cache(maxsize=2)
@@ -150,7 +182,9 @@ def _packed_data(source: Source, seq_len: int, max_documents: int, seed: int) ->
 
     def read_row(place: int) -> Row:
         epoch, index = divmod(place, num_rows)
-        row = int(order(epoch)[index])
+        return row_at(int(shuffled[num_held_out + int(order(epoch)[index])]))
+
+    def row_at(row: int) -> Row:
         return build_row(
             source.tokens_N,
             source.starts_D,
@@ -168,16 +202,22 @@ def _packed_data(source: Source, seq_len: int, max_documents: int, seed: int) ->
         num_rows=num_rows,
         num_tokens=num_tokens,
         num_documents=num_documents,
-        num_padding=num_rows * seq_len - num_tokens,
+        num_padding=(len(cuts) - 1) * seq_len - num_tokens,
         fingerprint=_checksum(source.fingerprint, seq_len, max_documents, num_rows, seed),
         skipped=source.skipped,
+        num_held_out=num_held_out,
+        read_held_out=lambda place: row_at(int(shuffled[place % max(num_held_out, 1)])),
         read_row=read_row,
     )
 
 
-def _random_data(vocab_size: int, seq_len: int, max_documents: int, seed: int) -> Data:
+def _random_data(
+    vocab_size: int, seq_len: int, max_documents: int, seed: int, num_held_out: int
+) -> Data:
     def read_row(place: int) -> Row:
-        rng = np.random.default_rng((seed, place))
+        return row_of(np.random.default_rng((seed, place)))
+
+    def row_of(rng: np.random.Generator) -> Row:
         return single_document_row(rng.integers(0, vocab_size, seq_len + 1), max_documents)
 
     return Data(
@@ -190,12 +230,23 @@ def _random_data(vocab_size: int, seq_len: int, max_documents: int, seed: int) -
         num_padding=0,
         fingerprint=_checksum(vocab_size, seq_len, max_documents, seed),
         skipped=(),
+        num_held_out=num_held_out,
+        read_held_out=lambda place: row_of(np.random.default_rng((seed, _SPLIT, place))),
         read_row=read_row,
     )
 
 
 def _checksum(*numbers: int) -> int:
     return zlib.crc32(repr(numbers).encode())
+
+
+def _to_batch(rows: list[Row]) -> Batch:
+    return Batch(
+        tokens_BS=_stack([row.tokens_S for row in rows]),
+        labels_BS=_stack([row.labels_S for row in rows]),
+        positions_BS=_stack([row.positions_S for row in rows]),
+        cu_seqlens_BC=_stack([row.cu_seqlens_C for row in rows]),
+    )
 
 
 def _stack(arrays: list[NDArray[Any]]) -> torch.Tensor:

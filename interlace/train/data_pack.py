@@ -5,8 +5,9 @@ Legend: N tokens of the source, D documents, M rows of an epoch, S tokens a row,
 
 The rule: the source is cut into windows of S tokens.  A window with too many documents becomes
 several rows of ``max_documents - 1`` whole documents each; what a row lacks is padding, as a last
-document of its own whose labels are all ignored.  The last window of the source may be short and
-is padded likewise.  So each token of the source is an input exactly once in an epoch.
+document of its own: every label is ignored and every position is PADDING.  The last window of the
+source may be short and is padded likewise.  So each token of the source is an input exactly once in
+an epoch.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from interlace.model.batch import IGNORED
+from interlace.model.batch import IGNORED, PADDING
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,9 @@ def build_row(
     labels_S[next_starts - 1] = IGNORED
     inner = next_starts[next_starts < length]
     bounds = np.unique(np.concatenate(([0], inner, [length, seq_len])))
-    return Row(tokens_S, labels_S, _positions(bounds), _pad_bounds(bounds, max_documents + 1))
+    positions_S = _positions(bounds)
+    positions_S[length:] = PADDING
+    return Row(tokens_S, labels_S, positions_S, _pad_bounds(bounds, max_documents + 1))
 
 
 def single_document_row(tokens: NDArray[Any], max_documents: int) -> Row:

@@ -73,7 +73,7 @@ def read_stdlib(limit_bytes: int = STDLIB_LIMIT_BYTES) -> Source:
             f"data.source=stdlib: found no .py file under {root}; this Python has its standard "
             f"library elsewhere. Give a folder of text files instead."
         )
-    return _from_texts("stdlib", texts, tuple(skipped))
+    return from_texts("stdlib", texts, tuple(skipped))
 
 
 def read_text(path: Path) -> Source:
@@ -99,7 +99,7 @@ def read_text(path: Path) -> Source:
             f"{', '.join(TEXT_SUFFIXES)}, found none among {len(files)}. "
             f"Token files ({', '.join(TOKEN_SUFFIXES)}) are given one by one, not as a folder."
         )
-    return _from_texts(str(path), texts, ())
+    return from_texts(str(path), texts, ())
 
 
 def read_token_file(path: Path, *, vocab_size: int, separator: int | None) -> Source:
@@ -166,7 +166,8 @@ def _text_fault(text: bytes) -> tuple[int, str] | None:
     return None if zero < 0 else (zero, "has the byte 0, which separates documents,")
 
 
-def _from_texts(name: str, texts: list[bytes], skipped: tuple[str, ...]) -> Source:
+def from_texts(name: str, texts: list[bytes], skipped: tuple[str, ...]) -> Source:
+    """Documents of bytes, each ended by byte 0."""
     lengths = np.array([len(text) + 1 for text in texts], dtype=np.int64)
     joined = bytes([BYTE_SEPARATOR]).join([*texts, b""])
     return Source(

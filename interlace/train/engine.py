@@ -7,10 +7,11 @@ Legend: L MoE layers, E experts.
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,13 +19,16 @@ from torch import Tensor
 
 from interlace import _compat, ep
 from interlace.model import build_model, cross_entropy_sum, init_weights
-from interlace.model.batch import IGNORED, Batch
+from interlace.model.batch import IGNORED, PADDING, Batch
 from interlace.model.transformer import MoETransformer
-from interlace.trace import Step, StepResult, run_eager, trace_step
+from interlace.trace import Step
 from interlace.train import config as settings
-from interlace.train.balance import update_expert_bias_
+from interlace.train import health, watch
+from interlace.train.arms import Arm, ForwardBackward, Working, build_arm
+from interlace.train.balance import set_prices_, update_expert_bias_
 from interlace.train.config import Config
-from interlace.train.data import Data, open_data
+from interlace.train.data import Data
+from interlace.train.data_open import open_training_data
 from interlace.train.norms import clip_, global_norm
 from interlace.train.optim import (
     assign_gradients,
@@ -32,10 +36,9 @@ from interlace.train.optim import (
     learning_rate,
     set_learning_rate,
 )
-from interlace.train.world import World
-
-ForwardBackward = Callable[[tuple[Tensor, ...]], StepResult]
-Working = Callable[[str], AbstractContextManager[None]]
+from interlace.train.state import Progress
+from interlace.train.stopping import StopRequest
+from interlace.train.world import World, gather
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -52,14 +55,17 @@ class Engine:
     forward_backward: ForwardBackward
     expert_names: frozenset[str]
     num_nodes: int | None  # of the graph; None when there is none
+    progress: Progress = field(default_factory=Progress)
+    stop: StopRequest = field(default_factory=StopRequest)
 
 
 @dataclass(frozen=True)
 class Outcome:
     """A step before its update, the same on every rank but for the experts' gradients.
 
-    ``loss`` and ``grad_norm`` are 0-d float32 on the device; ``counts_LE`` int64 are the tokens of
-    all ranks; ``num_valid`` tokens had a label.
+    ``loss`` (with the balance loss, if there is one) and ``grad_norm`` are 0-d float32 on the
+    device; ``counts_LE`` int64 are the tokens of all ranks without padding; ``num_valid`` tokens
+    had a label.  ``stop``: a rank was asked to end the run after this step.
     """
 
     loss: Tensor
@@ -69,6 +75,9 @@ class Outcome:
     num_valid: int
     num_tokens: int
     data_seconds: float
+    local: health.Local
+    balance: Tensor | None = None
+    stop: bool = False
 
 
 def build_exchange(config: Config, world: World) -> ep.Exchange:
@@ -108,32 +117,28 @@ def microbatch_loss(
     """This microbatch's share of the step's loss: the sum over its labels / all valid labels.
 
     ``num_valid`` (float32, 0-d) counts the labels of every microbatch of every rank, so shares add
-    up to the mean over tokens however the batch is split.
+    up to the mean over tokens however the batch is split.  The balance loss is a sum over tokens
+    at prices that hold its divisor.
     """
     hidden_BSD, routed = model(tokens_BS, positions_BS, cu_seqlens_BC)
     loss = cross_entropy_sum(model, hidden_BSD, labels_BS) / num_valid
-    return loss, {"counts": routed.counts_LE, "overflow": routed.overflow_L}
+    extra = {"counts": routed.counts_LE, "overflow": routed.overflow_L}
+    if routed.balance is None:
+        return loss, extra
+    return loss + routed.balance, extra | {"balance": routed.balance}
 
 
 def build_engine(
-    config: Config, world: World, mode: str, working: Working = lambda what: nullcontext()
+    config: Config, world: World, arm: Arm, working: Working = lambda what: nullcontext()
 ) -> Engine:
-    """Builds everything from the configuration's seed; ``mode`` is ``eager`` or ``traced``."""
-    t = config.training
+    """Builds everything from the configuration's seed, to run as ``arm``."""
     exchange = build_exchange(config, world)
     with working(f"building {config.model.name}"):
         with world.device:
             model = build_model(config.model, exchange)
         init_weights(model, config.debug.seed, exchange)
     with working(f"reading data ({config.data.source})"):
-        data = open_data(
-            config.data.source,
-            vocab_size=config.model.vocab_size,
-            seq_len=t.seq_len,
-            max_documents=config.data.max_documents,
-            seed=config.debug.seed,
-            separator=config.data.separator,
-        )
+        data = open_training_data(config, world)
     o = config.optimizer
     optimizer = build_optimizer(
         model.named_parameters(),
@@ -144,23 +149,10 @@ def build_engine(
         weight_decay=o.weight_decay,
     )
     step = step_of(model, config)
-    params, buffers = step.state()
-    num_nodes = None
-    if mode == "eager":
-
-        def forward_backward(batch: tuple[Tensor, ...]) -> StepResult:
-            return run_eager(step, params, buffers, batch)
-
-    else:
-        example = Batch(*_example(config, world.device))
-        with working("tracing the step"):
-            denominator = torch.ones((), device=world.device)
-            traced = trace_step(step, (*example.tensors(), denominator))
-        num_nodes = len(traced.gm.graph.nodes)
-
-        def forward_backward(batch: tuple[Tensor, ...]) -> StepResult:
-            return traced(params, buffers, batch)
-
+    example = Batch(*_example(config, world.device))
+    batch = (*example.tensors(), torch.ones((), device=world.device))
+    forward_backward, traced = build_arm(arm, step, batch, config, working)
+    num_nodes = None if traced is None else len(traced.gm.graph.nodes)
     return Engine(
         config,
         world,
@@ -191,18 +183,29 @@ def compute(engine: Engine, step: int) -> Outcome:
     """
     t, world, device = engine.config.training, engine.world, engine.world.device
     began = time.perf_counter()
+    watch.enter("reading data", step)
     batch = engine.data.rows(
         step,
         global_batch_rows=t.local_batch_size * world.size,
         first=t.local_batch_size * world.rank,
         count=t.local_batch_size,
     )
-    num_valid = (batch.labels_BS != IGNORED).sum()
-    _sum_over_ranks([num_valid], world, None)
+    num_valid, num_live = (batch.labels_BS != IGNORED).sum(), (batch.positions_BS != PADDING).sum()
+    watch.enter("the count of tokens over all ranks", step)
+    totals = torch.stack((num_valid, num_live, torch.tensor(int(engine.stop.requested))))
+    totals = totals.to(device) if world.backend == "nccl" else totals
+    sum_over_ranks([totals], world, None)
+    num_valid, num_live, num_stops = totals.unbind()
     data_seconds = time.perf_counter() - began
 
+    watch.enter("forward and backward", step)
+    weight, o = engine.config.model.balance_loss_weight, engine.config.optimizer
+    if weight:
+        left_out = settings.unbalanced_layers(o)
+        set_prices_(engine.model, engine.progress.load_LE, num_live, weight, left_out)
     denominator = num_valid.clamp(min=1).to(device, torch.float32)
     loss, counts = torch.zeros((), device=device), None
+    balance = torch.zeros((), device=device) if weight else None
     overflow: Tensor | None = None
     grads: dict[str, Tensor] = {}
     rows = t.local_batch_size // t.microbatches
@@ -210,6 +213,8 @@ def compute(engine: Engine, step: int) -> Outcome:
         on_device = tuple(x.to(device, non_blocking=True) for x in part)
         result = engine.forward_backward((*on_device, denominator))
         loss += result.loss
+        if balance is not None:
+            balance += result.extra["balance"]
         if grads:
             _compat.add_each_(list(grads.values()), list(result.grads.values()))
             counts = counts + result.extra["counts"]
@@ -217,30 +222,44 @@ def compute(engine: Engine, step: int) -> Outcome:
         else:
             grads, counts = dict(result.grads), result.extra["counts"]
             overflow = result.extra["overflow"]
+    watch.enter("the sum of gradients over ranks", step)
     _check_overflow(overflow, engine)
-    _reduce(engine, grads, [loss, counts])
-    norm = global_norm(grads, engine.expert_names, expert_group=world.ep_group)
-    num_tokens = batch.tokens_BS.numel() * world.size
-    return Outcome(loss, grads, norm, counts, int(num_valid), num_tokens, data_seconds)
+    local = health.look(_summed(engine, grads), loss)
+    _reduce(engine, grads, [x for x in (loss, counts, balance) if x is not None])
+    norm = global_norm(
+        grads, engine.expert_names, expert_group=world.ep_group, norm_type=o.norm_type
+    )
+    return Outcome(
+        loss,
+        grads,
+        norm,
+        counts,
+        int(num_valid),
+        batch.tokens_BS.numel() * world.size,
+        data_seconds,
+        local,
+        balance,
+        stop=bool(num_stops),
+    )
 
 
-def apply(engine: Engine, outcome: Outcome, step: int) -> float:
+def apply(engine: Engine, outcome: Outcome, step: int) -> float | None:
     """Clips, updates the parameters and the experts' bias; returns the learning rate used.
 
-    Raises: RuntimeError before anything is changed if the gradient norm is not finite.
+    A step that is not finite changes nothing on any rank; with ``training.nonfinite`` skip this
+    returns None.
+    Raises: RuntimeError on every rank for such a step otherwise.
     """
     o, s, t = engine.config.optimizer, engine.config.lr_scheduler, engine.config.training
-    if not torch.isfinite(outcome.grad_norm):
-        raise RuntimeError(
-            f"step {step + 1}: the gradient norm is {outcome.grad_norm.item()} (loss "
-            f"{outcome.loss.item()}); weights, moments and expert bias are untouched. Lower "
-            f"optimizer.lr={o.lr} or look at the data."
-        )
+    watch.enter("the update of the weights", step)
+    if not health.is_finite(outcome.loss, outcome.grad_norm):
+        _pass_over(engine, outcome, step)
+        return None
     if o.max_norm:
         clip_(outcome.grads, outcome.grad_norm, o.max_norm)
     assign_gradients(engine.model.named_parameters(), outcome.grads)
     lr = learning_rate(
-        step,
+        engine.progress.updates,
         base=o.lr,
         warmup_steps=s.warmup_steps,
         total_steps=t.steps,
@@ -251,9 +270,39 @@ def apply(engine: Engine, outcome: Outcome, step: int) -> float:
     engine.optimizer.zero_grad(set_to_none=True)
     if o.expert_bias_speed:
         biases = [b for n, b in engine.model.named_buffers() if n.endswith("expert_bias")]
-        for bias_E, counts_E in zip(biases, outcome.counts_LE, strict=bool(biases)):
-            update_expert_bias_(bias_E, counts_E, o.expert_bias_speed)
+        left_out = settings.unbalanced_layers(o)
+        pairs = zip(biases, outcome.counts_LE, strict=bool(biases))
+        for layer, (bias_E, counts_E) in enumerate(pairs):
+            if layer not in left_out:
+                update_expert_bias_(bias_E, counts_E, o.expert_bias_speed)
+    engine.progress.applied(outcome.counts_LE)
     return lr
+
+
+def _pass_over(engine: Engine, outcome: Outcome, step: int) -> None:
+    """Raises, or counts a skipped step, as the settings say; the same on all ranks."""
+    t, world, progress = engine.config.training, engine.world, engine.progress
+    names = engine.expert_names
+    num_local = engine.config.model.num_experts // world.ep_size
+    first = world.ep_rank * num_local
+    mine = health.my_faults(outcome.local, outcome.grads, names, world.rank, first)
+    faults = [fault for part in gather(mine, world) for fault in part]
+    text = health.describe(faults, outcome.loss.item(), outcome.grad_norm.item())
+    progress.passed_over()
+    text = f"step {step + 1}: {text}; weights, moments, expert bias and schedule are untouched"
+    if t.nonfinite == "stop":
+        raise RuntimeError(
+            f"{text}. Lower optimizer.lr={engine.config.optimizer.lr}, look at the data, or set "
+            f"training.nonfinite=skip."
+        )
+    if progress.skipped_in_a_row >= t.max_skipped_steps:
+        raise RuntimeError(
+            f"{text}. It was the last of training.max_skipped_steps={t.max_skipped_steps} such "
+            f"steps in a row; resume from an earlier checkpoint or lower "
+            f"optimizer.lr={engine.config.optimizer.lr}."
+        )
+    if world.is_main:
+        print(f"{text}; skipped", file=sys.stderr, flush=True)
 
 
 def _check_overflow(overflow_L: Tensor | None, engine: Engine) -> None:
@@ -279,20 +328,28 @@ def _check_overflow(overflow_L: Tensor | None, engine: Engine) -> None:
         )
 
 
+def _summed(engine: Engine, grads: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The gradients that :func:`_reduce` sums over ranks."""
+    if engine.world.size == 1:
+        return {}
+    all_of_them = engine.world.num_replicas > 1
+    return {n: g for n, g in grads.items() if all_of_them or n not in engine.expert_names}
+
+
 def _reduce(engine: Engine, grads: dict[str, Tensor], totals: list[Any]) -> None:
     """Sums dense gradients over all ranks, the experts' over those that hold the same ones."""
     world = engine.world
     if world.size == 1:
         return
     dense = [g for n, g in grads.items() if n not in engine.expert_names]
-    _sum_over_ranks([*dense, *totals], world, None)
+    sum_over_ranks([*dense, *totals], world, None)
     if world.num_replicas > 1:
         experts = [g for n, g in grads.items() if n in engine.expert_names]
-        _sum_over_ranks(experts, world, world.replica_group)
+        sum_over_ranks(experts, world, world.replica_group)
 
 
-def _sum_over_ranks(tensors: Iterable[Tensor], world: World, group: Any) -> None:
-    """In place, one all-reduce a dtype: few large messages instead of one a parameter."""
+def sum_over_ranks(tensors: Iterable[Tensor], world: World, group: Any) -> None:
+    """Sums in place, one all-reduce a dtype: few large messages instead of one a parameter."""
     if world.size == 1:
         return
     import torch.distributed as dist

@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import IO
 
+from interlace.train.watch import STATUS_FD, read_status
+
 GRACE_SECONDS = 3.0  # between SIGTERM and SIGKILL
 _POLL_SECONDS = 0.03
 _TAIL_LINES = 60
@@ -47,6 +49,7 @@ class _Worker:
     process: subprocess.Popen[bytes]
     log: IO[bytes] | None  # stdout and stderr; None for rank 0, which has our terminal
     failure: IO[bytes]  # the record of report_failure
+    status: IO[bytes]  # where the worker is: see watch.py
     ended: bool = False
 
     def poll(self) -> int | None:
@@ -60,6 +63,11 @@ class _Worker:
             self.process.wait()
             self.ended = True
         return self.process.returncode
+
+    def where(self) -> tuple[str, str]:
+        """What the worker is doing and, if it has been at it for long, its stacks."""
+        self.status.seek(0)
+        return read_status(self.status.read())
 
     def signal_group(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -77,17 +85,28 @@ class _Failure:
     order: tuple[int, int, int]
 
 
-def launch(argv: list[str], nproc: int) -> int:
+@dataclass(frozen=True)
+class _Place:
+    """Where a worker was when the run failed: its phase and, if that took long, its stacks."""
+
+    rank: int
+    at_work: bool
+    where: str
+    stacks: str
+
+
+def launch(argv: list[str], nproc: int, *, stop_seconds: float = GRACE_SECONDS) -> int:
     """Run ``python -m interlace ARGV`` as ``nproc`` local workers; the exit code of the run."""
     optimize = ["-" + "O" * sys.flags.optimize] if sys.flags.optimize else []
-    return run_workers([sys.executable, *optimize, "-m", "interlace", *argv], nproc)
+    return run_workers([sys.executable, *optimize, "-m", "interlace", *argv], nproc, stop_seconds)
 
 
-def run_workers(command: list[str], nproc: int) -> int:
+def run_workers(command: list[str], nproc: int, stop_seconds: float = GRACE_SECONDS) -> int:
     """Run ``command`` as ``nproc`` workers with torchrun's environment variables.
 
     Returns 0 when all end well; else the code of the first that failed (128 + n for signal n),
     after ending the others.  SIGINT, SIGTERM and SIGHUP end all; a second one does not wait.
+    After SIGTERM the workers have ``stop_seconds`` to save, and if all end with 0, so do we.
     """
     if nproc < 1:
         raise ValueError(f"nproc={nproc} processes cannot run anything; use 1 or more.")
@@ -104,14 +123,14 @@ def run_workers(command: list[str], nproc: int) -> int:
                 time.sleep(_POLL_SECONDS)
         finally:
             failed = [worker for worker in workers if worker.poll()]
-            _end(workers, caught)
+            places = [_Place(w.rank, not w.ended, *w.where()) for w in workers]
+            _end(workers, caught, stop_seconds)
         if caught:
-            print(f"stopped by {signal.Signals(caught[0]).name}", file=sys.stderr)
-            return 128 + caught[0]
+            return _stopped(workers, caught[0])
         if not failed:
             return 0
         failures = sorted((_failure_of(worker) for worker in failed), key=lambda f: f.order)
-        _show(failures)
+        _show(failures, places)
         code = workers[failures[0].rank].process.returncode
         return code if code > 0 else 128 - code
 
@@ -155,6 +174,7 @@ def _start(
     command: list[str], rank: int, environment: dict[str, str], files: contextlib.ExitStack
 ) -> _Worker:
     failure = files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+    status = files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
     log = None if rank == 0 else files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
     if sys.platform == "linux":
         guard = [sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid())]
@@ -162,28 +182,44 @@ def _start(
     process = subprocess.Popen(
         command,
         env=environment
-        | {"RANK": str(rank), "LOCAL_RANK": str(rank), _ERROR_FD: str(failure.fileno())},
+        | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        | {_ERROR_FD: str(failure.fileno()), STATUS_FD: str(status.fileno())},
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=log,
-        pass_fds=(failure.fileno(),),
+        pass_fds=(failure.fileno(), status.fileno()),
         start_new_session=True,
     )
-    return _Worker(rank, process, log, failure)
+    return _Worker(rank, process, log, failure, status)
 
 
-def _end(workers: list[_Worker], caught: list[int]) -> None:
+def _end(workers: list[_Worker], caught: list[int], stop_seconds: float) -> None:
     """SIGTERM, then SIGKILL after the grace period, or at once on a second signal."""
+    grace_seconds = stop_seconds if caught == [signal.SIGTERM] else GRACE_SECONDS
     for worker in workers:
         if not worker.ended:
             worker.signal_group(signal.SIGTERM)
-    deadline = time.monotonic() + GRACE_SECONDS
+    deadline = time.monotonic() + grace_seconds
     while any(worker.poll() is None for worker in workers):
         if time.monotonic() > deadline or len(caught) > 1:
             for worker in workers:
                 if not worker.ended:
                     worker.signal_group(signal.SIGKILL)
         time.sleep(_POLL_SECONDS)
+
+
+def _stopped(workers: list[_Worker], number: int) -> int:
+    """The exit code after a signal to us; what went wrong while workers saved is shown."""
+    name = signal.Signals(number).name
+    codes = [worker.process.returncode for worker in workers]
+    if number == signal.SIGTERM and codes and not any(codes):
+        print(f"stopped by {name}: every rank has saved and ended", file=sys.stderr)
+        return 0
+    print(f"stopped by {name}", file=sys.stderr)
+    failures = [_failure_of(worker) for worker in workers if worker.process.returncode > 0]
+    if failures:
+        _show(sorted(failures, key=lambda f: f.order), [])
+    return 128 + number
 
 
 @contextlib.contextmanager
@@ -235,8 +271,9 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _show(failures: list[_Failure]) -> None:
-    """The first failure in full; of the others, which are mostly its echo, one line each."""
+def _show(failures: list[_Failure], places: list[_Place]) -> None:
+    """The first failure in full; of the others, which are mostly its echo, one line each, and where
+    those were that had not failed."""
     first, *others = failures
     if first.expected:
         print(first.text, file=sys.stderr, flush=True)
@@ -246,4 +283,11 @@ def _show(failures: list[_Failure]) -> None:
     for other in others:
         last = other.text.splitlines()[-1:] or [other.how]
         print(f"[rank {other.rank}] then failed too: {last[0]}", file=sys.stderr)
+    for place in places:
+        if place.rank == first.rank:
+            continue
+        if place.where and (place.at_work or place.stacks):
+            print(f"[rank {place.rank}] was at: {place.where}", file=sys.stderr)
+        for line in place.stacks.splitlines()[-_TAIL_LINES:]:
+            print(f"[rank {place.rank}] {line}", file=sys.stderr)
     sys.stderr.flush()

@@ -2,60 +2,69 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from pathlib import Path
+from typing import Any
 
 import torch
 
 from interlace.model.flops import flops_per_token
+from interlace.train import watch
+from interlace.train.arms import arm_of
+from interlace.train.checkpoint import Checkpointer
+from interlace.train.checkpoint_state import seed_rank
 from interlace.train.config import Config
-from interlace.train.config_read import to_toml
 from interlace.train.console import Console
-from interlace.train.curve import loss_curve_svg
-from interlace.train.engine import Engine, apply, build_engine, compute
-from interlace.train.metrics import (
-    MetricsFile,
-    ep_imbalance,
-    peak_flops,
-    peak_memory,
-    step_record,
-)
-from interlace.train.world import World
+from interlace.train.data import Data
+from interlace.train.data_open import global_batch_rows, last_step, open_evaluation_data
+from interlace.train.engine import Engine, Outcome, apply, build_engine, compute
+from interlace.train.evaluate import evaluate
+from interlace.train.metrics import ep_imbalance, expert_load, peak_flops, peak_memory, step_record
+from interlace.train.report import Report
+from interlace.train.world import World, timeout_seconds
 
 
 def train(config: Config, world: World) -> None:
-    """Trains for ``training.steps`` steps; writes metrics, the resolved settings and a loss curve.
+    """Trains for ``training.steps`` steps, or goes on from the last checkpoint; writes metrics, the
+    resolved settings, a loss curve and checkpoints.
 
-    Raises: ValueError for data that does not fit the settings, RuntimeError on every rank for a
-            step that must not be applied.
+    Raises: ValueError for data or a checkpoint that does not fit the settings, RuntimeError on
+            every rank for a step that must not be applied.
     """
     console = Console(rank=world.rank)
     if config.debug.deterministic:
         use_deterministic_kernels(warn_only=False)
     console.line(describe_run(config, world))
-    engine = build_engine(config, world, config.training.mode, console.working)
+    engine = build_engine(config, world, arm_of(config), console.working)
+    seed_rank(config.debug.seed, world.rank)
     console.line(engine.data.describe())
     if engine.num_nodes is not None:
         console.line(f"the step is one graph of {engine.num_nodes:,} nodes")
-    folder = Path(config.metrics.folder)
-    if not world.is_main:
-        _run(engine, console, None)
+    checkpointer = Checkpointer(engine) if config.checkpoint.enabled else None
+    if checkpointer and (resumed := checkpointer.resume()):
+        console.line(resumed)
+    last = last_step(config, engine.data, world)
+    first = engine.progress.step
+    if first >= last:
+        console.line(f"nothing to do: step {first} of {last} is done; raise training.steps")
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
-    metrics_path = folder / "metrics.jsonl"
-    metrics_path.unlink(missing_ok=True)  # a new run starts a new history
-    with MetricsFile(metrics_path) as metrics:
-        losses = _run(engine, console, metrics)
-    curve = folder / "loss.svg"
-    title = f"{config.model.name}: loss"
-    curve.write_text(loss_curve_svg(range(1, len(losses) + 1), losses, title), encoding="utf-8")
-    last = losses[-min(10, len(losses)) :]
-    console.line(
-        f"loss {losses[0]:.3f} -> {sum(last) / len(last):.3f} (mean of the last {len(last)} steps)"
-        f"; metrics {metrics.path}, curve {curve}"
-    )
+    with contextlib.ExitStack() as stack:
+        watch.start(timeout_seconds(config, world) if world.size > 1 else 0)
+        stack.callback(watch.stop)
+        if checkpointer:
+            stack.enter_context(engine.stop.on_sigterm())
+        report = None
+        if world.is_main:
+            report = stack.enter_context(Report(config, first))
+        stack.enter_context(console.steps(last, first=first))
+        _run(engine, console, report, checkpointer, last)
+    if engine.progress.step < last:
+        console.line(
+            f"stopped by SIGTERM after step {engine.progress.step}; the same command resumes"
+        )
+    elif report:
+        console.line(report.summary())
 
 
 def describe_run(config: Config, world: World) -> str:
@@ -81,42 +90,93 @@ def use_deterministic_kernels(*, warn_only: bool) -> None:
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
 
 
-def _run(engine: Engine, console: Console, metrics: MetricsFile | None) -> list[float]:
-    config, world = engine.config, engine.world
+def _run(
+    engine: Engine,
+    console: Console,
+    report: Report | None,
+    checkpointer: Checkpointer | None,
+    last: int,
+) -> None:
+    """Steps until ``last``, or until a rank was asked to stop."""
+    config, progress = engine.config, engine.progress
+    evaluation, interval = config.evaluation, config.checkpoint.interval
+    stall_seconds: float | None = None
+    held: tuple[Data, bool] | None = None
+    if evaluation.interval:
+        held = open_evaluation_data(config, engine.data)
+    is_first = True
+    while progress.step < last:
+        began = time.perf_counter()
+        outcome = compute(engine, progress.step)
+        lr = apply(engine, outcome, progress.step)
+        progress.step += 1
+        progress.tokens_seen += outcome.num_tokens
+        record = _record(engine, outcome, lr, time.perf_counter() - began)
+        if stall_seconds is not None:
+            record["checkpoint/stall(s)"] = stall_seconds
+            stall_seconds = None
+        ends = progress.step == last or outcome.stop
+        if held and (progress.step % evaluation.interval == 0 or progress.step == last):
+            record |= _evaluate(engine, *held)
+        watch.enter("writing metrics", progress.step - 1)
+        if report:
+            report.write(record)
+        is_logged = is_first or ends or progress.step % config.metrics.log_freq == 0
+        console.step(record, log=is_logged)
+        is_first = False
+        if checkpointer:
+            checkpointer.poll()
+            if ends or progress.step % interval == 0:
+                watch.enter("saving a checkpoint", progress.step - 1)
+                if report:
+                    report.sync()
+                stall_seconds = checkpointer.save(wait=ends)
+                console.line(f"checkpoint at step {progress.step}: held up {stall_seconds:.3f} s")
+        if outcome.stop and checkpointer:
+            break
+    if checkpointer:
+        checkpointer.finish()
+
+
+def _evaluate(engine: Engine, data: Data, held_out: bool) -> dict[str, Any]:
+    began = time.perf_counter()
+    found = evaluate(engine, data, held_out=held_out)
+    return {
+        "evaluation/loss": found.loss,
+        "evaluation/tokens": found.num_tokens,
+        "time_metrics/evaluation(s)": time.perf_counter() - began,
+    }
+
+
+def _record(engine: Engine, outcome: Outcome, lr: float | None, seconds: float) -> dict[str, Any]:
+    """The metrics of a step; reads the device."""
+    config, world, progress = engine.config, engine.world, engine.progress
     t = config.training
-    per_token = flops_per_token(config.model, t.seq_len)
     peak = None
     if world.device.type == "cuda" and t.dtype == "bfloat16":
         peak = peak_flops(torch.cuda.get_device_name(world.device))
-    losses: list[float] = []
-    tokens_seen = 0
-    with console.steps(t.steps):
-        for step in range(t.steps):
-            began = time.perf_counter()
-            outcome = compute(engine, step)
-            lr = apply(engine, outcome, step)
-            losses.append(outcome.loss.item())
-            tokens_seen += outcome.num_tokens
-            record = step_record(
-                step=step + 1,
-                loss=losses[-1],
-                grad_norm=outcome.grad_norm.item(),
-                lr=lr,
-                tokens=outcome.num_tokens,
-                tokens_seen=tokens_seen,
-                seconds=time.perf_counter() - began,
-                data_seconds=outcome.data_seconds,
-                num_devices=world.size,
-                memory=peak_memory(world.device),
-                flops_per_token=per_token,
-                peak_flops_per_device=peak,
-                imbalance=ep_imbalance(outcome.counts_LE),
-                graph="eager" if engine.num_nodes is None else "traced",
-            )
-            if world.loopback:
-                record["transport"] = "loopback"
-            if metrics:
-                metrics.write(record)
-            is_logged = step == 0 or (step + 1) % config.metrics.log_freq == 0
-            console.step(record, log=is_logged or step + 1 == t.steps)
-    return losses
+    record = step_record(
+        step=progress.step,
+        loss=outcome.loss.item(),
+        grad_norm=outcome.grad_norm.item(),
+        lr=lr,
+        tokens=outcome.num_tokens,
+        tokens_seen=progress.tokens_seen,
+        seconds=seconds,
+        data_seconds=outcome.data_seconds,
+        num_devices=world.size,
+        memory=peak_memory(world.device),
+        flops_per_token=flops_per_token(config.model, t.seq_len),
+        peak_flops_per_device=peak,
+        imbalance=ep_imbalance(outcome.counts_LE),
+        graph="eager" if engine.num_nodes is None else "traced",
+    )
+    record |= expert_load(outcome.counts_LE)
+    record["data/first_row"] = (progress.step - 1) * global_batch_rows(config, world)
+    if outcome.balance is not None:
+        record["balance_loss"] = outcome.balance.item()
+    if progress.skipped:
+        record["skipped_steps"] = progress.skipped
+    if world.loopback:
+        record["transport"] = "loopback"
+    return record

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import resource
 import sys
@@ -71,12 +72,27 @@ def ep_imbalance(counts_LE: Tensor) -> float | None:
     return float(ratio_L.max()) if ratio_L.numel() else None
 
 
+def expert_load(counts_LE: Tensor) -> dict[str, list[float] | list[int]]:
+    """By MoE layer: tokens of the busiest expert over the mean, and experts without a token.
+
+    Computed on the counts' device, read once.  A layer without tokens has imbalance 0.
+    """
+    mean_L = counts_LE.double().mean(-1)
+    imbalance_L = counts_LE.amax(-1) / mean_L.clamp(min=1e-300)
+    dead_L = (counts_LE == 0).sum(-1)
+    both = torch.stack((imbalance_L, dead_L.double())).tolist()
+    return {
+        "expert_load/imbalance": [round(x, 4) for x in both[0]],
+        "expert_load/dead": [int(x) for x in both[1]],
+    }
+
+
 def step_record(
     *,
     step: int,
     loss: float,
     grad_norm: float,
-    lr: float,
+    lr: float | None,
     tokens: int,
     tokens_seen: int,
     seconds: float,
@@ -128,6 +144,26 @@ def _finite(value: Any) -> Any:
     return value
 
 
+def read_history(path: Path, last_step: int) -> list[dict[str, Any]]:
+    """The records of the first ``last_step`` steps; the file is cut to them.
+
+    A killed run may have written beyond the checkpoint that it resumes from, or half a line.
+    """
+    kept: list[tuple[str, dict[str, Any]]] = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict) and record.get("step", math.inf) <= last_step:
+                kept.append((line, record))
+        fresh = path.with_suffix(".cut")
+        fresh.write_text("".join(f"{line}\n" for line, _ in kept), encoding="utf-8")
+        os.replace(fresh, path)
+    return [record for _, record in kept]
+
+
 class MetricsFile:
     """Owns a JSONL file: one record a line, on disk before the next step starts.
 
@@ -143,6 +179,10 @@ class MetricsFile:
         """Appends one record and hands it to the operating system."""
         self._file.write(to_json(record) + "\n")
         self._file.flush()
+
+    def sync(self) -> None:
+        """Waits until all of it is on the disk."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Closes the file; twice is fine."""

@@ -17,13 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from interlace.train.arms import ARMS
 from interlace.train.config import Config
 from interlace.train.console import Console
 from interlace.train.engine import apply, build_engine, compute
 from interlace.train.loop import describe_run, use_deterministic_kernels
 from interlace.train.world import World
-
-MODES = {"eager": "eager", "control": "traced"}
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ def verify(
     """Runs the arms, prints a table, writes JSON; True when all are bitwise equal to the first."""
     if len(arms) < 2:
         raise ValueError(
-            f"--arms: {', '.join(arms) or 'none'} given; give at least two of {', '.join(MODES)}."
+            f"--arms: {', '.join(arms) or 'none'} given; give at least two of {', '.join(ARMS)}."
         )
     console = Console(rank=world.rank)
     console.line(f"verify {describe_run(config, world)}; {steps} steps, arms {', '.join(arms)}")
@@ -89,7 +88,20 @@ def _run_arms(
     config: Config, world: World, arms: list[str], steps: int, console: Console
 ) -> list[ArmResult]:
     records = {arm: _run_arm(config, world, arm, steps, console) for arm in dict.fromkeys(arms)}
-    return [_compare(config, world, arms[0], arm, records, console) for arm in records]
+    return [
+        _compare(config, world, reference_of(arm, arms), arm, records, console) for arm in records
+    ]
+
+
+def reference_of(arm: str, arms: list[str]) -> str | None:
+    """The arm that this one must equal, the nearest that runs too; None for a reference."""
+    wanted = ARMS[arm].against
+    while wanted is not None and wanted not in arms:
+        wanted = ARMS[wanted].against
+    if wanted is None and ARMS[arm].against is not None:  # its reference does not run
+        peers = [a for a in arms if a != arm and ARMS[a].chunked == ARMS[arm].chunked]
+        wanted = peers[0] if peers and arms.index(peers[0]) < arms.index(arm) else None
+    return wanted
 
 
 @dataclass(frozen=True)
@@ -102,7 +114,7 @@ class _Record:
 def _run_arm(config: Config, world: World, arm: str, steps: int, console: Console) -> _Record:
     losses, norms, digests = [], [], []
     with console.working(f"arm {arm}: {steps} steps"):
-        engine = build_engine(config, world, MODES[arm])
+        engine = build_engine(config, world, ARMS[arm])
         for step in range(steps):
             outcome = compute(engine, step)
             named = {"loss": outcome.loss, "grad_norm": outcome.grad_norm, **outcome.grads}
@@ -145,13 +157,13 @@ def digest(tensor: Tensor) -> tuple[int, int]:
 def _compare(
     config: Config,
     world: World,
-    first: str,
+    first: str | None,
     arm: str,
     records: dict[str, _Record],
     console: Console,
 ) -> ArmResult:
     record = records[arm]
-    if arm == first:
+    if first is None:
         return ArmResult(arm, None, True, record.losses, record.norms)
     mine = _first_difference(records[first], record, world.rank)
     found = [d for d in _gather(mine, world) if d is not None]
@@ -176,7 +188,7 @@ def _look_closer(
     values = []
     with console.working(f"looking for the first differing element of {where.tensor}"):
         for name in (first, arm):
-            engine = build_engine(config, world, MODES[name])
+            engine = build_engine(config, world, ARMS[name])
             for step in range(where.step):
                 outcome = compute(engine, step)
                 if step + 1 < where.step:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -86,6 +86,11 @@ def init_world(config: Config) -> World:
     return world if size == 1 else _join(world, config)
 
 
+def timeout_seconds(config: Config, world: World) -> int:
+    """How long a rank waits for its peers."""
+    return config.comm.timeout_seconds or TIMEOUT_SECONDS[world.device.type]
+
+
 def close_world(world: World) -> None:
     """Leave all process groups.  Only after success: with a dead peer this may wait for it."""
     drop_group("ep")  # the engine's registration; its process group ends below
@@ -95,6 +100,17 @@ def close_world(world: World) -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()  # the subgroups with it
+
+
+def gather(value: Any, world: World) -> list[Any]:
+    """Everybody's value, in rank order; a collective."""
+    if world.size == 1:
+        return [value]
+    import torch.distributed as dist
+
+    values: list[Any] = [None] * world.size
+    dist.all_gather_object(values, value)
+    return values
 
 
 def _is_loopback(config: Config) -> bool:
@@ -111,8 +127,7 @@ def _join(world: World, config: Config) -> World:
             f"the world size is {world.size}, but this build of torch has no torch.distributed; "
             f"run one process with parallelism.expert_parallel_degree=1."
         )
-    seconds = config.comm.timeout_seconds or TIMEOUT_SECONDS[world.device.type]
-    timeout = timedelta(seconds=seconds)
+    timeout = timedelta(seconds=timeout_seconds(config, world))
     dist.init_process_group(
         world.backend,
         timeout=timeout,

@@ -1,0 +1,122 @@
+"""The ways to run one and the same step, by name: what `verify` compares and `train` chooses from.
+
+eager            plain PyTorch
+control          the traced step, unscheduled
+scheduled        the traced step, reordered
+chunk-eager      plain PyTorch with chunked modules
+chunk-graph      the traced step, chunked on the graph
+chunk-scheduled  that, reordered
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, fx
+
+from interlace.chunk import chunk_graph
+from interlace.graph.chunking import BATCH, SEQUENCE, Chunking, chunk_extent
+from interlace.graph.passes import Pass
+from interlace.trace import Step, StepResult, Traced, run_eager, trace_step
+from interlace.train.config import Config
+
+ForwardBackward = Callable[[tuple[Tensor, ...]], StepResult]
+Working = Callable[[str], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """``against`` is the arm that it must equal bitwise, None where it is a reference itself."""
+
+    name: str
+    against: str | None
+    traced: bool
+    chunked: bool = False
+    scheduled: bool = False
+
+
+ARMS = {
+    arm.name: arm
+    for arm in (
+        Arm("eager", None, traced=False),
+        Arm("control", "eager", traced=True),
+        Arm("scheduled", "control", traced=True, scheduled=True),
+        Arm("chunk-eager", None, traced=False, chunked=True),
+        Arm("chunk-graph", "chunk-eager", traced=True, chunked=True),
+        Arm("chunk-scheduled", "chunk-eager", traced=True, chunked=True, scheduled=True),
+    )
+}
+
+
+def arm_of(config: Config) -> Arm:
+    """The arm that the settings ask a training run to be."""
+    chunked, scheduled = config.overlap.chunks > 1, config.overlap.scheduler != "off"
+    if config.training.mode == "eager":
+        return ARMS["chunk-eager" if chunked else "eager"]
+    names = {
+        (False, False): "control",
+        (False, True): "scheduled",
+        (True, False): "chunk-graph",
+        (True, True): "chunk-scheduled",
+    }
+    return ARMS[names[chunked, scheduled]]
+
+
+def chunking_of(config: Config, *, at_least: int = 1) -> Chunking:
+    """How regions are chunked; verification takes two chunks where the settings have one."""
+    o = config.overlap
+    dim = BATCH if o.chunk_dim == "batch" else SEQUENCE
+    return Chunking(o.chunk_root, max(o.chunks, at_least), dim)
+
+
+def build_arm(
+    arm: Arm, step: Step, batch: Sequence[Tensor], config: Config, working: Working
+) -> tuple[ForwardBackward, Traced | None]:
+    """The function that computes a microbatch of ``batch``'s shapes, and the graph if there is one.
+
+    ``batch``: tokens, labels, positions (B, S), document boundaries (B, C), a scalar.
+    """
+    if arm.chunked:
+        step = replace(step, chunking=chunking_of(config, at_least=2))
+    params, buffers = step.state()
+    if not arm.traced:
+        return lambda tensors: run_eager(step, params, buffers, tensors), None
+    with working("tracing the step"):
+        traced = trace_arm(arm, step, batch, config)
+    return lambda tensors: traced(params, buffers, tensors), traced
+
+
+def trace_arm(arm: Arm, step: Step, batch: Sequence[Tensor], config: Config) -> Traced:
+    """The graph of an arm; passes are run and reported in order."""
+    passes = []
+    chunking = chunking_of(config, at_least=2)
+    step = replace(step, chunking=None)
+    if arm.chunked:
+        step = replace(step, boundary=chunking.is_root)
+        extent = batch[0].shape[chunking.dim]
+        name = ("training.local_batch_size / microbatches", "training.seq_len")[chunking.dim]
+        part = chunk_extent(name, extent, chunking.num_chunks)
+        small = trace_step(step, [_part_of(x, chunking.dim, extent, part) for x in batch])
+
+        def chunk(gm: fx.GraphModule) -> object:
+            return chunk_graph(gm, small.gm, chunking, extent)
+
+        passes.append(Pass("chunk_graph", chunk, keeps_effects=False))
+    if arm.scheduled:
+        passes += schedule_passes(config)
+    return trace_step(step, batch, passes)
+
+
+def schedule_passes(config: Config) -> list[Pass]:
+    """The passes that order a graph; none where the scheduler is off."""
+    return []
+
+
+def _part_of(x: Tensor, dim: int, extent: int, part: int) -> Tensor:
+    """An example of a chunk's input; a trace reads shapes only."""
+    if x.dim() > dim and x.shape[dim] == extent:
+        return torch.empty_like(x.narrow(dim, 0, part))
+    return x
