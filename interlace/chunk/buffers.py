@@ -18,11 +18,16 @@ from interlace.graph.dag import Edge
 
 
 def assign_buffer_sets(gm: fx.GraphModule) -> None:
-    """Chunk c takes buffer set c; what is not chunked takes set 0."""
+    """Chunk c takes set 2c in the forward and its recompute, 2c + 1 in the backward.
+
+    The rows that a recompute has dispatched are still to be read for the weight gradients when the
+    backward dispatches its gradients: one set for both would be overwritten too early.
+    """
     for node in gm.graph.nodes:
         spec = comm_of(node)
         if spec is not None and spec.buffer_set_arg is not None:
-            node.update_arg(spec.buffer_set_arg, tag_of(node).chunk or 0)
+            tag = tag_of(node)
+            node.update_arg(spec.buffer_set_arg, 2 * (tag.chunk or 0) + (tag.phase == "backward"))
 
 
 def reuse_edges(gm: fx.GraphModule) -> list[Edge]:
