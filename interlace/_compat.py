@@ -195,3 +195,32 @@ def op_memory(target: Any) -> tuple[tuple[str, bool, bool], ...]:
         shares = alias is not None and bool(alias.before_set)
         found.append((arg.name, shares, alias is not None and alias.is_write))
     return tuple(found)
+
+
+# --- Inductor on a piece of a graph: torch.compile would trace it again and check guards at every
+# call.  Tested on 2.11 and 2.13.
+
+
+def op_is_elementwise(target: Any) -> bool:
+    """Whether an operator is tagged as point-wise or as a reduction."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    tags = {torch.Tag.pointwise, getattr(torch.Tag, "reduction", None)}
+    reductions = ("aten::sum", "aten::mean", "aten::amax", "aten::amin")  # untagged before 2.12
+    return bool(tags & set(target.tags)) or target._schema.name in reductions
+
+
+def compile_with_inductor(gm: fx.GraphModule, examples: list[torch.Tensor]) -> Callable[..., Any]:
+    """A function that computes what ``gm`` does on tensors laid out like the (fake) examples."""
+    mode = examples[0].fake_mode if is_fake(examples[0]) else None
+    with torch.no_grad(), mode or contextlib.nullcontext():
+        plain = [
+            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+            for x in examples
+        ]
+    artifact = torch._inductor.standalone_compile(gm, plain, dynamic_shapes="from_example_inputs")
+
+    def compiled_region(*args: torch.Tensor) -> Any:
+        return artifact(*args)
+
+    return compiled_region

@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "interlace"
 ORDER = (
-    "_compat graph kernels ep model trace chunk remat page schedule pipeline capture train measure"
+    "_compat graph kernels ep model trace chunk remat page regional schedule pipeline capture train measure"
     " cli __main__"
 ).split()  # fmt: skip
 # The exceptions: torch's operator namespace, and what is public in all but its spelling.

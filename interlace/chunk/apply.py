@@ -16,22 +16,19 @@ chunking sees.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
-from interlace import _compat
 from interlace.chunk.align import Twins, align, describe
 from interlace.chunk.placement import PARTIAL, place
 from interlace.chunk.regions import Analysis, Region, analyse, check_extent, shard_of
 from interlace.graph import set_tag, tag_of
 from interlace.graph.chunking import Chunking
+from interlace.graph.order import Key, sort_by_key
 
 aten = torch.ops.aten
-_Key = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -73,7 +70,7 @@ class _Chunker:
         self.placed, self.regions = analysis.placed, analysis.regions
         self.home = analysis.home()
         self.index = {node: i for i, node in enumerate(graph.nodes)}
-        self.keys: dict[fx.Node, _Key] = {n: (i, 0, 0) for n, i in self.index.items()}
+        self.keys: dict[fx.Node, Key] = {n: (i, 0, 0) for n, i in self.index.items()}
         self.chunks: dict[fx.Node, list[fx.Node]] = {}  # body node -> its value in each chunk
         self.slices: dict[fx.Node, list[fx.Node]] = {}  # outside value -> its slices
 
@@ -86,7 +83,7 @@ class _Chunker:
             self._join(region)
         for node in reversed(bodies):
             self.graph.erase_node(node)
-        _sort(self.graph, self.keys)
+        sort_by_key(self.graph, self.keys)
 
     def _copy(self, node: fx.Node, region: Region, first: int) -> None:
         """n copies of a node; outside of the forward the last chunk comes first, as in autograd."""
@@ -187,31 +184,3 @@ class _Chunker:
 
 def _slices_are_contiguous(value: torch.Tensor, dim: int) -> bool:
     return value.is_contiguous() and all(size == 1 for size in value.shape[:dim])
-
-
-def _sort(graph: fx.Graph, keys: dict[fx.Node, _Key]) -> None:
-    """Program order by key wherever data allows it."""
-    nodes = list(graph.nodes)
-    waiting = {n: len(n.all_input_nodes) for n in nodes}
-    ready = [(keys[n], i, n) for i, n in enumerate(nodes) if not waiting[n]]
-    heapq.heapify(ready)
-    place = {n: i for i, n in enumerate(nodes)}
-    order: list[fx.Node] = []
-    while ready:
-        _, _, node = heapq.heappop(ready)
-        order.append(node)
-        for user in node.users:
-            waiting[user] -= 1
-            if not waiting[user]:
-                heapq.heappush(ready, (keys[user], place[user], user))
-    if len(order) != len(nodes):
-        stuck = [describe(n) for n in nodes if waiting[n] > 0]
-        raise ValueError(f"chunking: a region needs its own result: {'; '.join(stuck[:3])}.")
-    move_to(graph, order)
-
-
-def move_to(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
-    """Puts the nodes of a graph in this order."""
-    end = _compat.graph_root(graph)
-    for node in order:
-        end.prepend(node)

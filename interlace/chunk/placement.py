@@ -67,6 +67,11 @@ _LINEAR = frozenset(
 _SUMS = frozenset({aten.sum.default, aten.sum.dim_IntList})
 _PRODUCTS = {aten.mm.default: (1, 0), aten.bmm.default: (2, 1)}  # contracted dims of both factors
 _SCATTERED = frozenset({aten.embedding_dense_backward.default, _ours.grouped_wgrad.default})
+# Which results of a norm's backward are gradients of its weights: sums over tokens.
+_WEIGHT_GRADS = {
+    aten._fused_rms_norm_backward.default: (1,),
+    aten.native_layer_norm_backward.default: (1, 2),
+}
 
 # The exchange, whose shapes do not tell: plan and rows belong to the chunk alone, what comes back
 # to the tokens is sharded by token.  The overflow counts rows that did not fit: a summand.
@@ -96,7 +101,7 @@ def place(
         source, index = node.args[0], node.args[1]
         assert isinstance(source, fx.Node)
         placed = of.get(source, REPLICATE)
-        return (placed[index] if isinstance(placed, tuple) else placed), False  # type: ignore[index]
+        return (placed[index] if isinstance(placed, tuple) else placed), False
     kinds = {p.kind for p in inputs}
     if _is_partial(node, of, kinds):
         return PARTIAL, False
@@ -104,8 +109,10 @@ def place(
         return LOCAL, False
     values, others = node.meta.get("val"), twin.meta.get("val")
     if isinstance(values, (tuple, list)) and isinstance(others, (tuple, list)):
+        sums = _WEIGHT_GRADS.get(node.target, ())
         each = tuple(
-            _by_shape(node, v, w, num_chunks, kinds) for v, w in zip(values, others, strict=True)
+            PARTIAL if i in sums and "Shard" in kinds else _by_shape(node, v, w, num_chunks, kinds)
+            for i, (v, w) in enumerate(zip(values, others, strict=True))
         )
         return each, MIXED in each and "Mixed" not in kinds
     placed = _by_shape(node, values, others, num_chunks, kinds)
@@ -140,11 +147,11 @@ def _is_partial(node: fx.Node, of: dict[fx.Node, Placed], kinds: set[str]) -> bo
     if node.target in _SCATTERED:
         return bool(kinds & {"Shard", "Local"})
     if node.target in _SUMS:
-        placed = _of(args[0], of)  # type: ignore[arg-type]
+        placed = _of(args[0], of)
         dims = _sum_dims(node)
         return placed.kind == "Shard" and (dims is None or placed.dim in dims)
     if node.target in _PRODUCTS:
-        left, right = (_of(a, of) for a in args[:2])  # type: ignore[arg-type]
+        left, right = (_of(a, of) for a in args[:2])
         contracted = _PRODUCTS[node.target]
         return (left, right) == tuple(Placement("Shard", d) for d in contracted)
     return False
@@ -153,5 +160,5 @@ def _is_partial(node: fx.Node, of: dict[fx.Node, Placed], kinds: set[str]) -> bo
 def _sum_dims(node: fx.Node) -> set[int] | None:
     if node.target is aten.sum.default or not node.args[1:] or not node.args[1]:
         return None
-    rank = node.args[0].meta["val"].dim()  # type: ignore[union-attr]
-    return {d % rank for d in node.args[1]}  # type: ignore[union-attr, operator]
+    rank = node.args[0].meta["val"].dim()
+    return {d % rank for d in node.args[1]}

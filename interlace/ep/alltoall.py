@@ -28,6 +28,9 @@ from torch import Tensor
 from interlace.ep import pending
 from interlace.ep.backend import Backend, register_backend
 from interlace.ep.transport import Group, all_to_all
+from interlace.kernels.gather_rows import gather_rows
+from interlace.kernels.slot_grad import slot_grad
+from interlace.kernels.slot_reduce import slot_reduce
 
 NUM_META = 6
 SEND_SLOT, SEND_TOKEN, SLOT_POS, EXPERT_SRC, RECV_DST, SPLITS = range(NUM_META)
@@ -127,10 +130,10 @@ def dispatch_launch(
     group: Group,
 ) -> tuple[Tensor, Tensor]:
     """Sends each slot's row to its expert; with scores, row = score * x, rounded once."""
-    sent = x_TH.index_select(0, meta[SEND_TOKEN])
+    scale_S = None
     if scores_TK is not None:
-        weight = scores_TK.reshape(-1).index_select(0, meta[SEND_SLOT])
-        sent = (sent.float() * weight[:, None]).to(x_TH.dtype)
+        scale_S = scores_TK.reshape(-1).index_select(0, meta[SEND_SLOT])
+    sent = gather_rows(x_TH, meta[SEND_TOKEN], scale_S)
     return _exchange(sent, meta, meta[EXPERT_SRC], group, to_experts=True)
 
 
@@ -138,7 +141,7 @@ def combine_launch(
     y_RH: Tensor, meta: list[Tensor], out_rows: int, *, buffer_set: int, group: Group
 ) -> tuple[Tensor, Tensor]:
     """Sends each expert-major row back to where it came from: the send buffer's layout."""
-    sent = y_RH if group.size == 1 else y_RH.index_select(0, meta[RECV_DST])
+    sent = y_RH if group.size == 1 else gather_rows(y_RH, meta[RECV_DST])
     return _exchange(sent, meta, None, group, to_experts=False)
 
 
@@ -157,7 +160,7 @@ def _exchange(
 
     def unpack() -> None:
         if order is not None:
-            torch.index_select(received, 0, order, out=result)
+            gather_rows(received, order, out=result)
 
     if not sent.is_cuda:
         wait = all_to_all(received, sent, group, out_splits, in_splits)
@@ -190,30 +193,12 @@ def combine_finish(
 
     A slot that was cut counts as zero.
     """
-    pos_TK = meta[SLOT_POS].view(-1, top_k)
-    out_TH = slots_SH.new_zeros(pos_TK.shape[0], slots_SH.shape[1], dtype=torch.float32)
-    for k in range(top_k):
-        row_TH = _slot_rows(slots_SH, pos_TK[:, k], cut=not meta[SPLITS].numel())
-        if scores_TK is not None:
-            row_TH *= scores_TK[:, k, None]
-        out_TH += row_TH
-    return out_TH.to(slots_SH.dtype)
+    return slot_reduce(slots_SH, meta[SLOT_POS].view(-1, top_k), scores_TK)
 
 
 def score_grad(slots_SH: Tensor, grad_TH: Tensor, meta: list[Tensor], top_k: int) -> Tensor:
     """d score[t, k] = <returned row, grad[t]>, float32."""
-    pos_TK = meta[SLOT_POS].view(-1, top_k)
-    grad = grad_TH.float()
-    cut = not meta[SPLITS].numel()
-    columns = [(_slot_rows(slots_SH, pos_TK[:, k], cut=cut) * grad).sum(1) for k in range(top_k)]
-    return torch.stack(columns, 1)
-
-
-def _slot_rows(slots_SH: Tensor, pos_T: Tensor, *, cut: bool) -> Tensor:
-    if not cut:
-        return slots_SH.index_select(0, pos_T).float()
-    rows = slots_SH.index_select(0, pos_T.clamp(min=0)).float()
-    return torch.where(pos_T[:, None] >= 0, rows, 0.0)
+    return slot_grad(slots_SH, meta[SLOT_POS].view(-1, top_k), grad_TH)
 
 
 register_backend(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import Tensor, fx
 from interlace import _compat
 from interlace.ep import get_group
 from interlace.graph import comm_of, is_collective, is_wait, tag_of
+from interlace.graph.dag import Dag
 
 aten, _ep, _ours = torch.ops.aten, torch.ops.ep, torch.ops.interlace
 _MIN_SCORES = 512  # a square of at least this side is attention scores
@@ -55,7 +56,7 @@ class CostModel:
         nodes = list(nodes)
         for node in nodes:
             if node.target is _ep.plan.default:
-                ids, result = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+                ids, result = node.args[0].meta["val"], node.meta["val"]
                 for size in (d for x in _tensors(result) for d in x.shape):
                     if isinstance(size, torch.SymInt):
                         self._sizes[str(size)] = ids.numel()
@@ -93,7 +94,8 @@ class CostModel:
 
     def _flops(self, node: fx.Node) -> float:
         """Two per multiply-add of matrix products and attention; 0 for all else."""
-        shapes = [x.shape for n in node.args if isinstance(n, fx.Node) for x in _tensors(n.meta.get("val"))]  # fmt: skip
+        operands = [n.meta.get("val") for n in node.args if isinstance(n, fx.Node)]
+        shapes = [x.shape for x in _tensors(operands)]
         target = node.target
         if target in (aten.addmm.default, aten.baddbmm.default):
             shapes = shapes[1:]
@@ -165,9 +167,10 @@ class Span:
 
 @dataclass(frozen=True)
 class ExchangeTime:
-    """One exchange: in flight from start to end; ``exposed_us`` of it the compute lane stood still.
+    """One exchange, in flight from start to end.
 
-    ``beside_us`` is compute during the flight; ``ended_by`` the operator that needed the result.
+    ``exposed_us``: the compute lane stood still for it.  ``beside_us``: compute during the flight.
+    ``ended_by``: the operator that needed the result, so that the wait could not come later.
     """
 
     launch: fx.Node
@@ -177,19 +180,14 @@ class ExchangeTime:
     beside_us: float
     ended_by: str
 
-    @property
-    def flight_us(self) -> float:
-        return self.end_us - self.start_us
-
 
 @dataclass(frozen=True)
 class Timeline:
-    """One order on one machine.  ``peak_bytes`` are results that are live at a time."""
+    """One order on one machine; ``estimated``: routing-dependent sizes were taken as balanced."""
 
     spans: list[Span]
     exchanges: list[ExchangeTime]
     total_us: float
-    peak_bytes: int
     estimated: bool
 
     @property
@@ -198,40 +196,66 @@ class Timeline:
 
     @property
     def flight_us(self) -> float:
-        return sum(e.flight_us for e in self.exchanges)
+        return sum(e.end_us - e.start_us for e in self.exchanges)
+
+
+class Lanes:
+    """One compute lane and one lane for each stream of exchanges, as far as they have run."""
+
+    def __init__(self, cost: CostModel) -> None:
+        self._cost = cost
+        self.now_us = 0.0
+        self.compute: list[Span] = []
+        self.flights: dict[fx.Node, Span] = {}
+        self._free_us: dict[str, float] = {}
 
     @property
-    def compute_us(self) -> float:
-        return self.total_us - self.exposed_us
+    def no_transfer(self) -> bool:
+        """Whether every transfer so far has ended."""
+        return max(self._free_us.values(), default=0.0) <= self.now_us
+
+    def has_landed(self, wait: fx.Node) -> bool:
+        return self.flights[launch_of(wait)].end_us <= self.now_us
+
+    def run(self, node: fx.Node) -> float:
+        """Runs the next node; returns how long the compute lane stood still for it."""
+        exposed = 0.0
+        if is_wait(node):
+            exposed = max(0.0, self.flights[launch_of(node)].end_us - self.now_us)
+            self.now_us += exposed
+        if us := self._cost.us[node]:
+            self.compute.append(Span(node, "compute", self.now_us, self.now_us + us))
+            self.now_us += us
+        if spec := comm_of(node):
+            start = max(self.now_us, self._free_us.get(spec.lane, 0.0))
+            end = self._free_us[spec.lane] = start + self._cost.flight_us[node]
+            self.flights[node] = Span(node, spec.lane, start, end)
+        return exposed
+
+
+def total_us(order: Iterable[fx.Node], cost: CostModel) -> float:
+    """How long an order takes."""
+    lanes = Lanes(cost)
+    for node in order:
+        lanes.run(node)
+    return lanes.now_us
 
 
 def simulate(order: Iterable[fx.Node], machine: Machine) -> Timeline:
-    """Runs an order on a compute lane and one lane for each kind of stream."""
+    """Runs an order and tells what was exposed, and why it could not be hidden longer."""
     order = list(order)
     cost = CostModel(order, machine)
-    now, busy_us = 0.0, 0.0
-    free: dict[str, float] = {}
-    spans: list[Span] = []
-    landed: dict[fx.Node, tuple[float, float, float]] = {}  # launch -> start, end, compute so far
-    exchanges = []
+    lanes, exchanges = Lanes(cost), []
     for i, node in enumerate(order):
+        exposed = lanes.run(node)
         if is_wait(node):
-            launch = launch_of(node)
-            start, end, before_us = landed[launch]
-            exposed = max(0.0, end - now)
-            beside = min(busy_us - before_us, end - start)
-            by = _ended_by(node, order[i + 1 : i + 40])
-            exchanges.append(ExchangeTime(launch, start, end, exposed, beside, by))
-            now = max(now, end)
-        elif cost.us[node]:
-            spans.append(Span(node, "compute", now, now + cost.us[node]))
-            now, busy_us = now + cost.us[node], busy_us + cost.us[node]
-        if spec := comm_of(node):
-            start = max(now, free.get(spec.lane, 0.0))
-            free[spec.lane] = end = start + cost.flight_us[node]
-            spans.append(Span(node, spec.lane, start, end))
-            landed[node] = (start, end, busy_us + max(0.0, start - now))
-    return Timeline(spans, exchanges, now, _peak_bytes(order, cost), cost.estimated)
+            flight = lanes.flights[launch_of(node)]
+            beside, by = _overlap_us(lanes.compute, flight), _first_reader(node, order[i + 1 :])
+            exchanges.append(
+                ExchangeTime(flight.node, flight.start_us, flight.end_us, exposed, beside, by)
+            )
+    spans = [*lanes.compute, *lanes.flights.values()]
+    return Timeline(spans, exchanges, lanes.now_us, cost.estimated)
 
 
 def launch_of(wait: fx.Node) -> fx.Node:
@@ -239,42 +263,44 @@ def launch_of(wait: fx.Node) -> fx.Node:
     return wait.all_input_nodes[0].all_input_nodes[0]
 
 
-def _ended_by(wait: fx.Node, following: list[fx.Node]) -> str:
-    """The first operator after the wait that reads its result, views looked through."""
+def _overlap_us(spans: list[Span], flight: Span) -> float:
+    """Compute during a flight that was launched lately; earlier spans lie before it."""
+    beside = 0.0
+    for span in reversed(spans):
+        if span.end_us <= flight.start_us:
+            break
+        beside += max(0.0, min(span.end_us, flight.end_us) - max(span.start_us, flight.start_us))
+    return beside
+
+
+def _first_reader(wait: fx.Node, following: Sequence[fx.Node]) -> str:
+    """The first operator after a wait that reads its result, views looked through."""
     results = {wait}
     for node in following:
-        if results & set(node.all_input_nodes):
+        if not results.isdisjoint(node.all_input_nodes):
             if not is_free(node):
                 return f"{node.name} ({tag_of(node).layer or 'step'})"
             results.add(node)
-    return "nothing nearby"
+    return "the end"
 
 
-def _peak_bytes(order: list[fx.Node], cost: CostModel) -> int:
-    """Most bytes live at a time, inputs left out; a result lives until its last reader, views of
-    it included."""
-    root: dict[fx.Node, fx.Node] = {}
-    last: dict[fx.Node, int] = {}
-    for i, node in enumerate(order):
-        sources = node.all_input_nodes
-        alias = is_free(node) and sources and node.op == "call_function"
-        root[node] = root[sources[0]] if alias else node
-        for source in (*sources, node):
-            last[root[source]] = i
-    dying: dict[int, list[fx.Node]] = {}
-    for node, i in last.items():
-        dying.setdefault(i, []).append(node)
-    live = peak = 0
-    for i, node in enumerate(order):
-        if node.op == "call_function" and root[node] is node:
-            live += cost.bytes_of(node.meta.get("val"))
-            peak = max(peak, live)
-        for dead in dying.get(i, ()):
-            if dead.op == "call_function":
-                live -= cost.bytes_of(dead.meta.get("val"))
-    return peak
-
-
-def iter_launches(order: Iterable[fx.Node]) -> Iterator[fx.Node]:
-    """The launches of an order."""
-    return (node for node in order if comm_of(node))
+def independent_us(dag: Dag, cost: CostModel) -> dict[fx.Node, float]:
+    """Of each launch: all compute that neither leads to it nor needs its result."""
+    launches = [node for node in dag.nodes if comm_of(node)]
+    bit = {node: 1 << i for i, node in enumerate(launches)}
+    tied = dict.fromkeys(dag.nodes, 0)  # launches that a node leads to or needs the results of
+    leads = dict.fromkeys(dag.nodes, 0)
+    for node in dag.nodes:
+        tied[node] |= bit[launch_of(node)] if is_wait(node) else 0
+        for edge in dag.out[node]:
+            tied[edge.dst] |= tied[node]
+    for node in reversed(dag.nodes):
+        for edge in dag.out[node]:
+            leads[node] |= leads[edge.dst] | bit.get(edge.dst, 0)
+    by_mask: dict[int, float] = {}
+    for node in dag.nodes:
+        mask = tied[node] | leads[node] | bit.get(node, 0)
+        by_mask[mask] = by_mask.get(mask, 0.0) + cost.us[node]
+    return {
+        node: sum(us for mask, us in by_mask.items() if not mask & bit[node]) for node in launches
+    }

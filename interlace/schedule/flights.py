@@ -83,7 +83,7 @@ def _check_chunks_alike(flights: list[Flight]) -> None:
 
 
 def comm_order(gm: fx.GraphModule) -> tuple[str, ...]:
-    """What every rank must issue alike: operator and tag of each launch, wait, collective, fence."""
+    """What every rank must issue alike: operator, tag; launches, waits, collectives, fences."""
     return tuple(
         f"{node.target} | {tag_of(node)}"
         for node in gm.graph.nodes

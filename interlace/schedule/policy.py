@@ -1,32 +1,39 @@
 """One list scheduler, and the order in which it prefers what is ready.
 
 Everything follows from the graph alone, so that every rank finds the same order.  Time is counted
-in rounds, the number of launches on the longest path to a node:
+in rounds, launches on the longest path to a node:
 
-birth   rounds that lie behind a node's operands: it cannot run earlier.
-round   the birth of the first node that reads it, a launch's reader counting one less: running it
-        earlier is of no use to anyone and only holds memory.  Casts of parameters, transposes for
-        the backward and recomputed layers are ready from the start and stay back through this.
+birth   launches that lie behind a node's operands: it cannot run earlier.
+round   the birth of the first node that reads it, one less for a launch.  To run it in an earlier
+        round is of no use to anyone and only holds memory.  Through this, casts of parameters,
+        transposes for the backward and recomputed layers stay back although their operands are
+        there from the start: nothing runs more than a round before it can be used.
 goal    (round, chunk) of the first launch that a node leads to; none for weight gradients.
 
-Whatever is ready and whose round has come goes in this order:
+Of what is ready and whose round has come, this goes first:
 
 1. launches;
-2. compute by its goal, the stream that did not launch last first; so the other chunk's way to its
-   launch comes after a launch, what leads to a later launch fills the gap, weight gradients and
-   bookkeeping come last, program order decides among equals;
+2. compute by the round of its goal, that of the stream that did not launch last before the other.
+   So a launch is followed by the other chunk's way to its own, what leads to a later launch fills
+   gaps, weight gradients come last; program order decides among equals;
 3. waits, by the goal of what they let run: only when nothing else is ready.
 
-With a :class:`CostModel` a clock runs along: a wait whose transfer has landed is free and counts as
-compute, any other comes last; before a wait blocks, the next round's operands may be prepared.
+Weight gradients are thus delayed until the next wait, not longer, whatever else they hold up.
+
+With a :class:`CostModel` a clock runs along (scheduler "cost"): a wait whose transfer has landed
+counts as compute that is free, and before a wait blocks, the next round's operands are prepared.
+``soonest`` puts compute of which the least is left before a launch first while no transfer is under
+way: with whole layers chunked, one chunk's experts then run in the middle of the other's attention,
+and both of its exchanges beside it.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,15 +42,11 @@ from torch import fx
 
 from interlace.graph import comm_of, has_tag, is_wait, tag_of
 from interlace.graph.dag import Dag, Edge, stream_of
-from interlace.schedule.cost import CostModel, launch_of
-from interlace.schedule.flights import region_of
+from interlace.schedule.cost import CostModel, Lanes
 
-_NEVER = 1 << 30
-HZ, HZ2 = 0, 1
-MODE=1
-_Goal = tuple[int, int, str]
-_NO_GOAL: _Goal = (_NEVER, 0, "")
-_WGRAD = torch.ops.interlace.grouped_wgrad.default
+_Goal = tuple[int, int, str]  # round, place of the chunk, source
+_NO_GOAL: _Goal = (1 << 30, 0, "")
+_Stream = tuple[str, int | None]
 
 
 class Ready(Protocol):
@@ -54,23 +57,6 @@ class Ready(Protocol):
     def pop(self) -> fx.Node: ...
 
     def __len__(self) -> int: ...
-
-
-class ProgramOrder:
-    """Keeps the order in which the nodes were given."""
-
-    def __init__(self, dag: Dag) -> None:
-        self._place = {node: i for i, node in enumerate(dag.nodes)}
-        self._nodes, self._heap = dag.nodes, []  # type: tuple[fx.Node, ...], list[int]
-
-    def push(self, node: fx.Node) -> None:
-        heapq.heappush(self._heap, self._place[node])
-
-    def pop(self) -> fx.Node:
-        return self._nodes[heapq.heappop(self._heap)]
-
-    def __len__(self) -> int:
-        return len(self._heap)
 
 
 def list_schedule(dag: Dag, ready: Ready) -> list[fx.Node]:
@@ -86,32 +72,43 @@ def list_schedule(dag: Dag, ready: Ready) -> list[fx.Node]:
             ready.push(node)
     order: list[fx.Node] = []
     while len(ready):
-        node = ready.pop()
-        order.append(node)
-        for edge in dag.out[node]:
+        order.append(ready.pop())
+        for edge in dag.out[order[-1]]:
             missing[edge.dst] -= 1
             if not missing[edge.dst]:
                 ready.push(edge.dst)
     if len(order) != len(dag.nodes):
-        raise ValueError(f"the edges form a cycle: {_cycle(dag, missing)}.")
+        raise ValueError(f"schedule: the edges form a cycle: {_cycle(dag, missing)}.")
     return order
 
 
 def _cycle(dag: Dag, missing: dict[fx.Node, int]) -> str:
-    """One cycle among the nodes that could not run: each has a predecessor that could not either."""
-    before: dict[fx.Node, Edge] = {}
-    for edge in dag.edges:
-        if missing[edge.src] and missing[edge.dst]:
-            before.setdefault(edge.dst, edge)
-    path, seen = [], set()
-    node = next(iter(before))
-    while node not in seen:
-        seen.add(node)
+    """One cycle: of nodes that could not run, each has a predecessor that could not either."""
+    before = {e.dst: e for e in dag.edges if missing[e.src] and missing[e.dst]}
+    node, path = next(iter(before)), list[Edge]()
+    while node not in [edge.dst for edge in path]:
         path.append(before[node])
         node = before[node].src
-    start = next(i for i, edge in enumerate(path) if edge.dst is node)
-    loop = path[start:][::-1]
-    return " ".join([node.name, *(f"-{e.why}-> {e.dst.name}" for e in loop)])
+    start = [edge.dst for edge in path].index(node)
+    return node.name + "".join(f" -{e.why}-> {e.dst.name}" for e in reversed(path[start:]))
+
+
+class ProgramOrder:
+    """Keeps the order in which the nodes were given."""
+
+    def __init__(self, dag: Dag) -> None:
+        self._place = {node: i for i, node in enumerate(dag.nodes)}
+        self._nodes = dag.nodes
+        self._heap: list[int] = []
+
+    def push(self, node: fx.Node) -> None:
+        heapq.heappush(self._heap, self._place[node])
+
+    def pop(self) -> fx.Node:
+        return self._nodes[heapq.heappop(self._heap)]
+
+    def __len__(self) -> int:
+        return len(self._heap)
 
 
 @dataclass(frozen=True)
@@ -124,28 +121,26 @@ class Rounds:
 
 
 def rounds_of(dag: Dag) -> Rounds:
-    """One pass down the graph and one up; linear.  Raises ValueError for a cycle."""
+    """One pass down the graph and one up: linear.  Raises ValueError for a cycle."""
     order = list_schedule(dag, ProgramOrder(dag))
-    birth = dict.fromkeys(order, 0)
+    birth, rounds, goal = dict.fromkeys(order, 0), dict[fx.Node, int](), dict[fx.Node, _Goal]()
     for node in order:
         after = birth[node] + (comm_of(node) is not None)
         for edge in dag.out[node]:
             birth[edge.dst] = max(birth[edge.dst], after)
-    round_, goal = dict[fx.Node, int](), dict[fx.Node, _Goal]()
     for node in reversed(order):
-        launches = comm_of(node) is not None
-        readers = [edge.dst for edge in dag.out[node]]
-        needed = min((0 if r.op == "output" else round_[r] for r in readers), default=0)
-        round_[node] = max(birth[node], needed - launches)
+        readers, launches = [edge.dst for edge in dag.out[node]], comm_of(node) is not None
+        # The output reads everything and is no reason to wait with it.
+        needed = min((0 if r.op == "output" else rounds[r] for r in readers), default=0)
+        rounds[node] = max(birth[node], needed - launches)
+        goal[node] = min((goal[r] for r in readers), default=_NO_GOAL)
         if launches:
-            goal[node] = (round_[node], _chunk_rank(node), stream_of(node)[0])
-        else:
-            goal[node] = min((goal[r] for r in readers), default=_NO_GOAL)
-    return Rounds(birth, round_, goal)
+            goal[node] = (rounds[node], _place_of_chunk(node), stream_of(node)[0])
+    return Rounds(birth, rounds, goal)
 
 
-def _chunk_rank(node: fx.Node) -> int:
-    """Chunks launch in ascending order forward and in descending order backward, as autograd."""
+def _place_of_chunk(node: fx.Node) -> int:
+    """Chunks launch in ascending order forward, in descending order backward, as autograd does."""
     tag = tag_of(node) if has_tag(node) else None
     if tag is None or tag.chunk is None:
         return 0
@@ -153,63 +148,58 @@ def _chunk_rank(node: fx.Node) -> int:
 
 
 def reservations(dag: Dag, rounds: Rounds) -> Iterator[Edge]:
-    """What stays back until the last launch of a region: the branch of the chunk that comes last.
+    """Edges that keep something to run beside the last launch of a region.
 
-    Backward these are its expert weight gradients, forward what goes past the exchange (shared
-    experts).  Otherwise nothing would be left to run beside that launch.
+    The branch of the chunk that launches last stays back until that launch: backward the expert
+    weight gradients of chunk 0, forward what passes by the exchange, as shared experts do.
     """
-    last: dict[tuple[str, str, int, str], fx.Node] = {}
-    for node in dag.nodes:
-        if comm_of(node):
-            key = region_of(node)
-            if key not in last or rounds.goal[node] >= rounds.goal[last[key]]:
-                last[key] = node
-    heads = {key[:3]: launch for key, launch in last.items()}
+    last: dict[tuple[str, str, int], fx.Node] = {}
+    for node in filter(comm_of, dag.nodes):
+        tag = tag_of(node)
+        key = (tag.source, tag.layer, tag.call)
+        if key not in last or rounds.goal[node] >= rounds.goal[last[key]]:
+            last[key] = node
     for node in dag.nodes:
         if node.op != "call_function" or comm_of(node) or is_wait(node):
             continue
-        tag = tag_of(node)
-        launch = _around(heads, tag.source, tag.layer, tag.call)
-        if launch is None or tag.chunk != tag_of(launch).chunk or rounds.goal[node] <= rounds.goal[launch]:
+        tag, layer = tag_of(node), tag_of(node).layer
+        while layer and (tag.source, layer, tag.call) not in last:
+            layer = layer.rpartition(".")[0]
+        launch = last.get((tag.source, layer, tag.call))
+        if launch is None or tag_of(launch).chunk != tag.chunk:
             continue
-        if node.target is _WGRAD or (
-            tag.phase == "forward" and tag.chunk is not None and rounds.birth[node] <= rounds.round[launch]
-        ):
+        wgrad = node.target is torch.ops.interlace.grouped_wgrad.default
+        passes_by = (
+            tag.phase == "forward"
+            and tag.chunk is not None
+            and rounds.birth[node] <= rounds.round[launch]
+        )
+        if (wgrad or passes_by) and rounds.goal[node] > rounds.goal[launch]:
             yield Edge(launch, node, "policy")
-
-
-def _around(heads: dict[tuple[str, str, int], fx.Node], source: str, layer: str, call: int) -> fx.Node | None:
-    """The last launch of the innermost region around a module call."""
-    while layer:
-        if (source, layer, call) in heads:
-            return heads[source, layer, call]
-        layer = layer.rpartition(".")[0]
-    return None
 
 
 class Overlap:
     """The policy of the module's docstring."""
 
-    def __init__(self, dag: Dag, rounds: Rounds, cost: CostModel | None = None) -> None:
-        self._rounds, self._cost = rounds, cost
+    def __init__(
+        self, dag: Dag, rounds: Rounds, cost: CostModel | None = None, *, soonest: bool = False
+    ) -> None:
+        self._nodes, self._rounds = dag.nodes, rounds
         self._place = {node: i for i, node in enumerate(dag.nodes)}
-        self._first: list[int] = []  # inputs, and parts of a tuple: nothing is gained by holding it
+        self._at_once: list[int] = []  # inputs, and parts of a tuple, which would stay alive whole
         self._launches: list[tuple[_Goal, int]] = []
-        self._compute: dict[tuple[str, int | None], list[tuple[_Goal, int]]] = defaultdict(list)
+        self._compute: dict[_Stream, list[tuple[_Goal, int]]] = defaultdict(list)
         self._waits: list[tuple[_Goal, int]] = []
         self._later: list[tuple[int, _Goal, int]] = []
-        self._last: list[int] = []
-        self._nodes = dag.nodes
-        self._length = 0
-        self._round = 0
-        self._stream: tuple[str, int | None] | None = None
-        self._now_us = 0.0
-        self._free_us: dict[str, float] = {}
-        self._landed_us: dict[fx.Node, float] = {}
-        self._work_us: dict[_Goal, float] = defaultdict(float)
-        if cost:
-            for node in dag.nodes: self._work_us[rounds.goal[node]] += cost.us[node]
-            self._work_us[_NO_GOAL] = 1e30
+        self._at_last: list[int] = []
+        self._length = self._round = 0
+        self._stream: _Stream | None = None  # of the last launch
+        self._cost, self._soonest = cost, soonest
+        self._lanes = None if cost is None else Lanes(cost)
+        self._left_us: dict[_Goal, float] = defaultdict(float)  # compute before each launch
+        if cost is not None:
+            for node in dag.nodes:
+                self._left_us[rounds.goal[node]] += cost.us[node]
 
     def __len__(self) -> int:
         return self._length
@@ -218,83 +208,63 @@ class Overlap:
         self._length += 1
         place = self._place[node]
         if node.op == "output":
-            heapq.heappush(self._last, place)
+            heapq.heappush(self._at_last, place)
         elif node.op != "call_function" or node.target is operator.getitem:
-            heapq.heappush(self._first, place)
+            heapq.heappush(self._at_once, place)
         elif self._rounds.round[node] > self._round:
             heapq.heappush(self._later, (self._rounds.round[node], self._rounds.goal[node], place))
         else:
-            self._enter(node)
+            self._admit(node)
 
-    def _enter(self, node: fx.Node) -> None:
-        entry = (self._rounds.goal[node], self._place[node])
+    def _admit(self, node: fx.Node) -> None:
+        queue = self._compute[stream_of(node)]
         if comm_of(node):
-            heapq.heappush(self._launches, entry)
+            queue = self._launches
         elif is_wait(node):
-            heapq.heappush(self._waits, entry)
-        else:
-            heapq.heappush(self._compute[stream_of(node)], entry)
+            queue = self._waits
+        heapq.heappush(queue, (self._rounds.goal[node], self._place[node]))
 
     def pop(self) -> fx.Node:
         self._length -= 1
         node = self._nodes[self._choose()]
-        self._advance(node)
+        if comm_of(node):
+            self._stream = stream_of(node)
+            self._round = max(self._round, self._rounds.round[node] + 1)
+            while self._later and self._later[0][0] <= self._round:
+                self._admit(self._nodes[heapq.heappop(self._later)[2]])
+        if self._lanes is not None and self._cost is not None:
+            self._lanes.run(node)
+            self._left_us[self._rounds.goal[node]] -= self._cost.us[node]
         return node
 
     def _choose(self) -> int:
-        if self._first:
-            return heapq.heappop(self._first)
+        if self._at_once:
+            return heapq.heappop(self._at_once)
         if self._launches:
             return heapq.heappop(self._launches)[1]
-        self._admit_landed()
-        best = min(
-            (q for q in self._compute.items() if q[1]),
-            key=lambda q: (self._work_us[q[1][0][0]] if self._cost and max(self._free_us.values(),default=0)<=self._now_us and MODE else q[1][0][0][0], q[0] == self._stream, q[1][0]),
-            default=None,
-        )
-        if best is not None:
-            return heapq.heappop(best[1])[1]
-        if (self._cost or HZ) and self._later and self._waits and self._later[0][0] <= self._round + HZ2:
-            return heapq.heappop(self._later)[2]
-        if self._waits:
+        if self._lanes is not None:
+            self._admit_landed(self._lanes)
+        soonest = self._soonest and self._lanes is not None and self._lanes.no_transfer
+        queues = []
+        for stream, queue in self._compute.items():
+            if queue:
+                goal = queue[0][0]
+                left = math.inf if goal == _NO_GOAL else self._left_us[goal]
+                urgency = left if soonest else goal[0]
+                queues.append((urgency, stream == self._stream, queue))
+        if queues:
+            return heapq.heappop(min(queues)[2])[1]
+        ahead = self._lanes is not None and self._later and self._later[0][0] <= self._round + 1
+        if self._waits and not ahead:
             return heapq.heappop(self._waits)[1]
-        return heapq.heappop(self._later)[2] if self._later else heapq.heappop(self._last)
+        return heapq.heappop(self._later)[2] if self._later else heapq.heappop(self._at_last)
 
-    def _admit_landed(self) -> None:
-        """Waits that would not block any more are like compute that costs nothing."""
-        if self._cost is None:
-            return
+    def _admit_landed(self, lanes: Lanes) -> None:
         blocking = []
         for entry in self._waits:
             wait = self._nodes[entry[1]]
-            if self._landed_us[launch_of(wait)] <= self._now_us:
+            if lanes.has_landed(wait):
                 heapq.heappush(self._compute[stream_of(wait)], entry)
             else:
                 blocking.append(entry)
         self._waits = blocking
-
-    def _advance(self, node: fx.Node) -> None:
-        spec = comm_of(node)
-        if spec:
-            self._stream = stream_of(node)
-            self._round = max(self._round, self._rounds.round[node] + 1)
-            while self._later and self._later[0][0] <= self._round:
-                self._enter(self._nodes[heapq.heappop(self._later)[2]])
-        if self._cost is None:
-            return
-        if is_wait(node):
-            self._now_us = max(self._now_us, self._landed_us[launch_of(node)])
-        self._now_us += self._cost.us[node]
-        self._work_us[self._rounds.goal[node]] -= self._cost.us[node]
-        if spec:
-            start = max(self._now_us, self._free_us.get(spec.lane, 0.0))
-            self._landed_us[node] = self._free_us[spec.lane] = start + self._cost.flight_us[node]
-
-
-def place_nodes(order: Iterable[fx.Node]) -> None:
-    """Puts the nodes of a graph in this order."""
-    before: fx.Node | None = None
-    for node in order:
-        if before is not None:
-            before.append(node)
-        before = node

@@ -36,7 +36,7 @@ def chunk_modules(
         )
     modules = [model.get_submodule(n) for n in names]
     for name, module in zip(names, modules, strict=True):
-        module.forward = _chunked(name, module.forward, chunking, regions)  # type: ignore[method-assign]
+        module.forward = _chunked(name, module.forward, chunking, regions)
     try:
         yield names
     finally:

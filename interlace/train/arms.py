@@ -6,6 +6,9 @@ scheduled        the traced step, reordered
 chunk-eager      plain PyTorch with chunked modules
 chunk-graph      the traced step, chunked on the graph
 chunk-scheduled  that, reordered
+
+With ``compile.regional`` plain PyTorch has no compiled regions to compare with: the references are
+then the traced step, and the trace of eager chunking, with the same regions as every other arm.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from torch import Tensor, fx
 from interlace.chunk import chunk_graph
 from interlace.graph.chunking import BATCH, SEQUENCE, Chunking, chunk_extent
 from interlace.graph.passes import Pass
+from interlace.regional import compile_regions
+from interlace.schedule import schedule_graph
 from interlace.trace import Step, StepResult, Traced, run_eager, trace_step
 from interlace.train.config import Config
 
@@ -82,7 +87,7 @@ def build_arm(
     if arm.chunked:
         step = replace(step, chunking=chunking_of(config, at_least=2))
     params, buffers = step.state()
-    if not arm.traced:
+    if not (arm.traced or (arm.chunked and config.compile.regional)):
         return lambda tensors: run_eager(step, params, buffers, tensors), None
     with working("tracing the step"):
         traced = trace_arm(arm, step, batch, config)
@@ -93,9 +98,8 @@ def trace_arm(arm: Arm, step: Step, batch: Sequence[Tensor], config: Config) -> 
     """The graph of an arm; passes are run and reported in order."""
     passes = []
     chunking = chunking_of(config, at_least=2)
-    step = replace(step, chunking=None)
-    if arm.chunked:
-        step = replace(step, boundary=chunking.is_root)
+    if arm.chunked and arm.traced:
+        step = replace(step, chunking=None, boundary=chunking.is_root)
         extent = batch[0].shape[chunking.dim]
         name = ("training.local_batch_size / microbatches", "training.seq_len")[chunking.dim]
         part = chunk_extent(name, extent, chunking.num_chunks)
@@ -105,14 +109,32 @@ def trace_arm(arm: Arm, step: Step, batch: Sequence[Tensor], config: Config) -> 
             return chunk_graph(gm, small.gm, chunking, extent)
 
         passes.append(Pass("chunk_graph", chunk, keeps_effects=False))
+    if config.compile.regional:
+        passes.append(Pass("compile_regions", compile_regions, keeps_effects=False))
     if arm.scheduled:
-        passes += schedule_passes(config)
+        scheduler = "policy" if config.overlap.scheduler == "off" else config.overlap.scheduler
+
+        def schedule(gm: fx.GraphModule) -> object:
+            return schedule_graph(gm, scheduler=scheduler)
+
+        passes.append(Pass("schedule", schedule))
     return trace_step(step, batch, passes)
 
 
-def schedule_passes(config: Config) -> list[Pass]:
-    """The passes that order a graph; none where the scheduler is off."""
-    return []
+def reference_of(arm: str, arms: Sequence[str], config: Config) -> str | None:
+    """The arm among ``arms`` that this one must equal; None for a reference.
+
+    Where the arm that it is defined against does not run, the first of its kind takes its place.
+    """
+    wanted = ARMS[arm].against
+    if config.compile.regional and wanted == "eager":
+        return None
+    kind = [a for a in arms if ARMS[a].chunked == ARMS[arm].chunked]
+    if config.compile.regional:
+        kind = [a for a in kind if a != "eager"]
+    if wanted is None or kind[0] == arm:
+        return None
+    return wanted if wanted in arms else kind[0]
 
 
 def _part_of(x: Tensor, dim: int, extent: int, part: int) -> Tensor:

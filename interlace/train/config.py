@@ -82,8 +82,15 @@ class OverlapConfig:
     """Modules that are chunked, a star for one name: layers.*.moe, or whole layers: layers.*"""
     chunk_dim: Literal["batch", "sequence"] = "batch"
     """What is split; attention needs its whole sequence, so whole layers split by batch."""
-    scheduler: Literal["policy", "off"] = "policy"
-    """off: program order; everything else stays as it is."""
+    scheduler: Literal["policy", "cost", "off"] = "policy"
+    """policy: no timings; cost: a clock of estimated bytes and FLOPs; off: program order, everything
+    else as it is."""
+
+
+@dataclass(frozen=True)
+class CompileConfig:
+    regional: bool = False
+    """Norms, activations, routers and their like compiled by Inductor, the rest left as it is."""
 
 
 @dataclass(frozen=True)
@@ -191,6 +198,7 @@ class Config:
     comm: CommConfig = field(default_factory=CommConfig)
     ep: EpConfig = field(default_factory=EpConfig)
     overlap: OverlapConfig = field(default_factory=OverlapConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -51,7 +51,6 @@ def train(config: Config, world: World) -> None:
         return
     with contextlib.ExitStack() as stack:
         watch.start(timeout_seconds(config, world) if world.size > 1 else 0)
-        stack.callback(watch.stop)
         if checkpointer:
             stack.enter_context(engine.stop.on_sigterm())
         report = None
@@ -59,6 +58,7 @@ def train(config: Config, world: World) -> None:
             report = stack.enter_context(Report(config, first))
         stack.enter_context(console.steps(last, first=first))
         _run(engine, console, report, checkpointer, last)
+        watch.stop()  # not after an error, whose message says where we were
     if engine.progress.step < last:
         console.line(
             f"stopped by SIGTERM after step {engine.progress.step}; the same command resumes"

@@ -9,12 +9,16 @@ import contextlib
 import hashlib
 import importlib
 import math
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
 from interlace.train.config import Config
+
+
+_SECONDS_AFTER_ERROR = 3.0
 
 
 class Sink(Protocol):
@@ -58,14 +62,15 @@ class WandbLike:
 
 @contextlib.contextmanager
 def open_sinks(config: Config, first_step: int) -> Iterator[list[Sink]]:
-    """The chosen sinks; all are closed, also after an error in one."""
+    """The chosen sinks; all are closed.  After an error they get a few seconds: a service that does
+    not answer must not keep the other ranks waiting."""
     m, folder = config.metrics, Path(config.metrics.folder)
     name = f"{config.model.name}-{_id_of(folder)}"
     with contextlib.ExitStack() as stack:
         sinks: list[Sink] = []
 
         def add(sink: Sink) -> None:
-            stack.callback(sink.close)
+            stack.push(lambda kind, *_: sink.close() if kind is None else _close_soon(sink))
             sinks.append(sink)
 
         if m.enable_tensorboard:
@@ -80,6 +85,12 @@ def open_sinks(config: Config, first_step: int) -> Iterator[list[Sink]]:
             add(WandbLike(trackio, project=m.project, name=name, resume="allow",
                           config=asdict(config)))  # fmt: skip
         yield sinks
+
+
+def _close_soon(sink: Sink) -> None:
+    thread = threading.Thread(target=sink.close, daemon=True)
+    thread.start()
+    thread.join(_SECONDS_AFTER_ERROR)
 
 
 def flatten(record: Mapping[str, Any]) -> dict[str, float]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from interlace.train.arms import ARMS
+from interlace.train.arms import ARMS, reference_of
 from interlace.train.config import Config
 from interlace.train.console import Console
 from interlace.train.engine import apply, build_engine, compute
@@ -89,19 +89,9 @@ def _run_arms(
 ) -> list[ArmResult]:
     records = {arm: _run_arm(config, world, arm, steps, console) for arm in dict.fromkeys(arms)}
     return [
-        _compare(config, world, reference_of(arm, arms), arm, records, console) for arm in records
+        _compare(config, world, reference_of(arm, arms, config), arm, records, console)
+        for arm in records
     ]
-
-
-def reference_of(arm: str, arms: list[str]) -> str | None:
-    """The arm that this one must equal, the nearest that runs too; None for a reference."""
-    wanted = ARMS[arm].against
-    while wanted is not None and wanted not in arms:
-        wanted = ARMS[wanted].against
-    if wanted is None and ARMS[arm].against is not None:  # its reference does not run
-        peers = [a for a in arms if a != arm and ARMS[a].chunked == ARMS[arm].chunked]
-        wanted = peers[0] if peers and arms.index(peers[0]) < arms.index(arm) else None
-    return wanted
 
 
 @dataclass(frozen=True)
