@@ -95,12 +95,26 @@ def all_to_all(
 
 def _mirror(out: Tensor, source: Tensor, group: Group) -> None:
     """What this rank keeps is copied at full speed; what would leave it crosses the budget."""
+    if not _transfers_enabled and out.is_floating_point():
+        return
     if MAX_CTAS is None or not out.is_cuda or group.kind == "single":
         out.copy_(source)
         return
     local = source.shape[0] // group.size
     out[:local].copy_(source[:local])
     bounded_copy(out[local:], source[local:], MAX_CTAS)
+
+
+_transfers_enabled = True
+
+
+def transfers(*, enabled: bool) -> None:
+    """Turns loopback's transfers of rows off and on: what a step costs without its exchange.
+
+    For measuring only: rows that were not sent are whatever the memory held.  Plans still agree.
+    """
+    global _transfers_enabled
+    _transfers_enabled = enabled
 
 
 def _nothing() -> None:
