@@ -70,6 +70,22 @@ BAD: list[tuple[list[str], int, list[str]]] = [
     (["--data.source", "no/such/path"], 0, ["data.source=no/such/path", "stdlib"]),
     (["--data.max_documents", "1"], 0, ["data.max_documents=1", "nearest: 2"]),
     (["--model.vocab_size", "100"], 0, ["model.vocab_size=100", "256"]),
+    (["--data.tokenizer", "no.json"], 0, ["data.tokenizer=no.json", "bytes"]),
+    (["--data.tokenizer", __file__], 0, ["data.tokenizer=", "needs data.separator"]),
+    (["--data.at_end", "loop"], 0, ["data.at_end", "loop", "wrap", "stop"]),
+    (["--evaluation.source", "no/such"], 0, ["evaluation.source=no/such", "stdlib"]),
+    (["--evaluation.batches", "0"], 0, ["evaluation.batches=0", "nearest: 1"]),
+    (["--evaluation.interval", "-1"], 0, ["evaluation.interval=-1", "nearest: 0"]),
+    (["--checkpoint.interval", "0"], 0, ["checkpoint.interval=0", "nearest: 1"]),
+    (["--checkpoint.keep_latest_k", "-1"], 0, ["checkpoint.keep_latest_k=-1", "nearest: 0"]),
+    (["--checkpoint.async_mode", "on"], 0, ["checkpoint.async_mode", "on", "disabled"]),
+    (["--training.nonfinite", "zero"], 0, ["training.nonfinite", "zero", "stop", "skip"]),
+    (["--training.max_skipped_steps", "0"], 0, ["max_skipped_steps=0", "nearest: 1"]),
+    (["--optimizer.norm_type", "0.5"], 0, ["optimizer.norm_type=0.5", "nearest: 1"]),
+    (["--optimizer.norm_type", "nan"], 0, ["optimizer.norm_type=nan", "finite"]),
+    (["--optimizer.unbalanced_layers", "x"], 0, ["optimizer.unbalanced_layers='x'", "0,3"]),
+    (["--optimizer.unbalanced_layers", "0,2"], 0, ["layer 2", "has 2", "nearest: 1"]),
+    (["--model.balance_loss_weight", "-1"], 0, ["model.balance_loss_weight", "-1", "0.0"]),
 ]
 
 
@@ -171,7 +187,9 @@ def changed() -> list[Config]:
     text = ["--data.source", "a 'quoted' \"näme\"", "--data.separator", "0"]
     return [
         *PRESETS.values(),
-        load_config([TINY, *flags, *text, "--optimizer.lr", "1e-7"]),
+        load_config(
+            [TINY, *flags, *text, "--optimizer.lr", "1e-7", "--optimizer.norm_type", "inf"]
+        ),
         load_config([TINY, "--model.name", "qwen3-tiny", "--model.dim", "64"]),
     ]
 

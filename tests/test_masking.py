@@ -6,6 +6,7 @@ parameter's gradient, so that nothing hides a scale (field reports A2, E5, E7, E
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 
@@ -83,9 +84,24 @@ def check(results: list, degree: int, expected: dict, tolerance: float = TOLERAN
 # --- padding and ignored labels -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("microbatches", [1, 3])
-def test_ep_2_times_dp_2_against_one_process(four_ranks, tmp_path: Path, microbatches: int) -> None:
-    """A third of the labels ignored, half of the places padding, both kinds of balancing on."""
+@pytest.mark.parametrize(
+    ("microbatches", "arm", "degree"),
+    [
+        (1, "eager", 2),
+        (3, "eager", 2),
+        (1, "control", 2),
+        (3, "control", 4),
+        (1, "chunk-eager", 2),
+        (1, "chunk-eager", 4),
+    ],
+)
+def test_every_layout_against_one_process(
+    four_ranks, tmp_path: Path, microbatches: int, arm: str, degree: int
+) -> None:
+    """EP 2 x DP 2 and EP 4 on four ranks, three steps (field report E11: pairs of features).
+
+    A third of the labels is ignored, half of the places are padding, both balancings are on.
+    """
     changes = {
         "training__microbatches": microbatches,
         "model__balance_loss_weight": 0.1,
@@ -94,9 +110,12 @@ def test_ep_2_times_dp_2_against_one_process(four_ranks, tmp_path: Path, microba
     expected = step_of(
         0, 1, padded_config(tmp_path, **(changes | {"training__microbatches": 1})), 3
     )
-    config = padded_config(tmp_path, parallelism__expert_parallel_degree=2, **changes)
-    results = four_ranks.run(step_of, config, 3)
-    check(results, 2, expected)
+    overlap = {"overlap__chunks": 3, "overlap__chunk_root": "layers.*.moe"}
+    overlap |= {"overlap__chunk_dim": "sequence"}
+    changes |= overlap if "chunk" in arm else {}
+    config = padded_config(tmp_path, parallelism__expert_parallel_degree=degree, **changes)
+    results = four_ranks.run(step_of, config, 3, arm)
+    check(results, degree, expected)
     # 12 rows of 2 documents of 3: 72 tokens, of which 48 have a label; top 2 in one MoE layer.
     assert expected["tokens"] == 48
     assert np.array(expected["counts"]).sum(-1).tolist() == [72 * 2]
@@ -247,6 +266,36 @@ def test_an_even_load_costs_the_weight_by_layer(tmp_path: Path) -> None:
     assert outcome.balance.item() == pytest.approx(0.5, rel=1e-5)
     assert outcome.loss.item() == pytest.approx(without.loss.item() + 0.5, rel=1e-5)
     assert without.balance is None
+
+
+@pytest.mark.parametrize("recomputed", [(1,), (0, 1, 2), ()])
+def test_recomputed_layers_count_once(recomputed: tuple[int, ...]) -> None:
+    """Field report F1: tokens x top-k in every layer, whichever of three run twice."""
+    from torch.utils.checkpoint import checkpoint
+
+    config = small_config(model__num_layers=3, model__num_dense_layers=0)
+    plain, engine = small_engine(config), small_engine(config)
+    for index in recomputed:
+        layer = engine.model.layers[index]
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    expected, found = compute(plain, 0), compute(engine, 0)
+    assert found.counts_LE.sum(-1).tolist() == [ROWS * 12 * 2] * 3
+    assert torch.equal(found.counts_LE, expected.counts_LE)
+    for name, grad in expected.grads.items():
+        assert torch.equal(found.grads[name], grad), name
+    run_steps(engine, 1)
+    assert engine.progress.tokens_LE.sum(-1).tolist() == [ROWS * 12 * 2] * 3
+
+
+@pytest.mark.parametrize("length", [11, 13, 24])
+def test_other_lengths_are_refused_by_both_numbers(length: int) -> None:
+    """Field report B7: never a stale graph, never a cut sequence."""
+    engine = small_engine(small_config(), arm="control")
+    other = small_engine(small_config(training__seq_len=length))
+    engine = replace(engine, data=other.data)
+    message = rf"12 sequences of {length} tokens, .* of training\.seq_len=12; pad or cut"
+    with pytest.raises(ValueError, match=message):
+        compute(engine, 0)
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])

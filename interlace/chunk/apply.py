@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from interlace.chunk.align import Twins, align, describe
-from interlace.chunk.placement import PARTIAL, place
+from interlace.chunk.placement import PARTIAL, place_outside
 from interlace.chunk.regions import Analysis, Region, analyse, check_extent, shard_of
 from interlace.graph import set_tag, tag_of
 from interlace.graph.chunking import Chunking
@@ -110,7 +110,7 @@ class _Chunker:
         if origin is region or (origin is not None and self.placed[node] != PARTIAL):
             return self.chunks[node][chunk]
         if origin is None:
-            shard = shard_of(place(node, self.twins[node], self.chunking.num_chunks, {})[0])
+            shard = shard_of(place_outside(node, self.twins[node], self.chunking.num_chunks))
             if shard is not None:
                 return self._slices(node, shard.dim, region)[chunk]
         return node

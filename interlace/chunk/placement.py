@@ -121,6 +121,11 @@ def place(
     return placed, placed == MIXED and "Mixed" not in kinds
 
 
+def place_outside(node: fx.Node, twin: fx.Node, num_chunks: int) -> Placement:
+    """The placement of a value that is made outside of all regions: its shape alone decides."""
+    return _by_shape(node, node.meta.get("val"), twin.meta.get("val"), num_chunks, set())
+
+
 def _of(node: fx.Node, of: dict[fx.Node, Placed]) -> Placement:
     placed = of.get(node, REPLICATE)
     if isinstance(placed, tuple):

@@ -7,7 +7,16 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from interlace.chunk.align import Twins, constants, describe
-from interlace.chunk.placement import LOCAL, MIXED, PARTIAL, REPLICATE, Placed, Placement, place
+from interlace.chunk.placement import (
+    LOCAL,
+    MIXED,
+    PARTIAL,
+    REPLICATE,
+    Placed,
+    Placement,
+    place,
+    place_outside,
+)
 from interlace.graph import comm_of, is_collective, tag_of
 from interlace.graph.chunking import SEQUENCE, Chunking
 
@@ -114,7 +123,7 @@ def _seen_from(
     if origin is region:
         return placed[source]
     if origin is None:
-        value, _ = place(source, twins[source], chunking.num_chunks, {})
+        value = place_outside(source, twins[source], chunking.num_chunks)
         shard = shard_of(value)
         if shard is not None:
             check_extent(source, shard, chunking, extent)

@@ -39,8 +39,8 @@ def schedule_graph(
     Contract: requires one wait a launch and chunks that exchange alike; ensures an order that keeps
               every edge, the same on every rank; changes no value.  ``extra`` are the edges of
               other passes.  Check the result against :func:`check_order` after every later pass.
-    "off" leaves the order alone and checks it; "cost" is the shortest on ``machine`` of three: the
-    policy, and the policy with a clock in two variants.
+              "off" leaves the order alone and checks it; "cost" takes the policy with or without a
+              clock, whichever is shorter on ``machine``.
     Raises:   ValueError that names the cycle, the edge or the launch at fault.
     """
     if scheduler not in SCHEDULERS:
@@ -53,9 +53,8 @@ def schedule_graph(
         order = list_schedule(dag, Overlap(dag, rounds))
         if scheduler == "cost":
             cost = CostModel(dag.nodes, machine or Machine())
-            timed = (Overlap(dag, rounds, cost, soonest=soonest) for soonest in (False, True))
-            orders = [order, *(list_schedule(dag, ready) for ready in timed)]
-            order = min(orders, key=lambda nodes: total_us(nodes, cost))
+            timed = list_schedule(dag, Overlap(dag, rounds, cost))
+            order = min(order, timed, key=lambda nodes: total_us(nodes, cost))
         for before, node in pairwise(order):
             before.append(node)
     check_order(gm, dag.edges)

@@ -5,8 +5,8 @@ launch; a transfer takes its remote bytes.  Good for comparing orders of one gra
 what hides what; measured time is the business of ``measure/``.
 
 Sizes that depend on the routing count as balanced routing.  Scores of attention (S, S) count as
-staying on the chip, as in flash attention, whatever the traced graph does with them.  The rows of
-a padded exchange count in full, though kernels skip those past the last expert.
+staying on the chip in half precision, as in flash attention, whatever the traced graph does.  The
+rows of a padded exchange count in full, though kernels skip those past the last expert.
 """
 
 from __future__ import annotations
@@ -75,10 +75,11 @@ class CostModel:
         tensors = [node.meta.get("val"), *(n.meta.get("val") for n in node.all_input_nodes)]
         moved = sum(self.bytes_of(t) for t in tensors)
         flops = self._flops(node)
-        half = any(x.element_size() <= 2 for x in _tensors(node.meta.get("val")))
-        rate = m.half_flops_per_s if half else m.single_flops_per_s
-        if not flops and any(_is_scores(x) for t in tensors for x in _tensors(t)):
+        scores = any(_is_scores(x) for t in tensors for x in _tensors(t))
+        if scores and not flops:
             return 0.0
+        half = scores or any(x.element_size() <= 2 for x in _tensors(node.meta.get("val")))
+        rate = m.half_flops_per_s if half else m.single_flops_per_s
         return m.launch_us + 1e6 * max(flops / rate, moved / m.bytes_per_s)
 
     def _flight_us(self, launch: fx.Node) -> float:
@@ -208,11 +209,6 @@ class Lanes:
         self.compute: list[Span] = []
         self.flights: dict[fx.Node, Span] = {}
         self._free_us: dict[str, float] = {}
-
-    @property
-    def no_transfer(self) -> bool:
-        """Whether every transfer so far has ended."""
-        return max(self._free_us.values(), default=0.0) <= self.now_us
 
     def has_landed(self, wait: fx.Node) -> bool:
         return self.flights[launch_of(wait)].end_us <= self.now_us

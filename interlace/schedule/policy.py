@@ -22,15 +22,11 @@ Weight gradients are thus delayed until the next wait, not longer, whatever else
 
 With a :class:`CostModel` a clock runs along (scheduler "cost"): a wait whose transfer has landed
 counts as compute that is free, and before a wait blocks, the next round's operands are prepared.
-``soonest`` puts compute of which the least is left before a launch first while no transfer is under
-way: with whole layers chunked, one chunk's experts then run in the middle of the other's attention,
-and both of its exchanges beside it.
 """
 
 from __future__ import annotations
 
 import heapq
-import math
 import operator
 from collections import defaultdict
 from collections.abc import Iterator
@@ -181,9 +177,7 @@ def reservations(dag: Dag, rounds: Rounds) -> Iterator[Edge]:
 class Overlap:
     """The policy of the module's docstring."""
 
-    def __init__(
-        self, dag: Dag, rounds: Rounds, cost: CostModel | None = None, *, soonest: bool = False
-    ) -> None:
+    def __init__(self, dag: Dag, rounds: Rounds, cost: CostModel | None = None) -> None:
         self._nodes, self._rounds = dag.nodes, rounds
         self._place = {node: i for i, node in enumerate(dag.nodes)}
         self._at_once: list[int] = []  # inputs, and parts of a tuple, which would stay alive whole
@@ -194,12 +188,7 @@ class Overlap:
         self._at_last: list[int] = []
         self._length = self._round = 0
         self._stream: _Stream | None = None  # of the last launch
-        self._cost, self._soonest = cost, soonest
         self._lanes = None if cost is None else Lanes(cost)
-        self._left_us: dict[_Goal, float] = defaultdict(float)  # compute before each launch
-        if cost is not None:
-            for node in dag.nodes:
-                self._left_us[rounds.goal[node]] += cost.us[node]
 
     def __len__(self) -> int:
         return self._length
@@ -232,9 +221,8 @@ class Overlap:
             self._round = max(self._round, self._rounds.round[node] + 1)
             while self._later and self._later[0][0] <= self._round:
                 self._admit(self._nodes[heapq.heappop(self._later)[2]])
-        if self._lanes is not None and self._cost is not None:
+        if self._lanes is not None:
             self._lanes.run(node)
-            self._left_us[self._rounds.goal[node]] -= self._cost.us[node]
         return node
 
     def _choose(self) -> int:
@@ -244,14 +232,7 @@ class Overlap:
             return heapq.heappop(self._launches)[1]
         if self._lanes is not None:
             self._admit_landed(self._lanes)
-        soonest = self._soonest and self._lanes is not None and self._lanes.no_transfer
-        queues = []
-        for stream, queue in self._compute.items():
-            if queue:
-                goal = queue[0][0]
-                left = math.inf if goal == _NO_GOAL else self._left_us[goal]
-                urgency = left if soonest else goal[0]
-                queues.append((urgency, stream == self._stream, queue))
+        queues = [(q[0][0][0], key == self._stream, q) for key, q in self._compute.items() if q]
         if queues:
             return heapq.heappop(min(queues)[2])[1]
         ahead = self._lanes is not None and self._later and self._later[0][0] <= self._round + 1

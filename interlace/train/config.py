@@ -356,22 +356,35 @@ def _check_overlap(config: Config) -> None:
 
 
 def _check_data(config: Config) -> None:
-    source, path = config.data.source, Path(config.data.source).expanduser()
-    if source == "random":
-        return
-    if config.data.max_documents < 2:
+    d = config.data
+    for name, source in (("data", d.source), ("evaluation", config.evaluation.source)):
+        path = Path(source).expanduser()
+        if source == "random" or (name == "evaluation" and not source):
+            continue
+        if d.max_documents < 2:
+            raise ValueError(
+                f"data.max_documents={d.max_documents} leaves no room for the padding of "
+                f"{name}.source={source}; nearest: 2."
+            )
+        if source != "stdlib" and not path.exists():
+            raise ValueError(
+                f"{name}.source={source} is no file or folder; use stdlib, random, or an existing "
+                f"path."
+            )
+        is_bytes = path.suffix not in (".npy", ".bin") and d.tokenizer == "bytes"
+        if is_bytes and config.model.vocab_size < BYTE_VOCAB:
+            raise ValueError(
+                f"model.vocab_size={config.model.vocab_size} is too small for {name}.source="
+                f"{source}: text is read as bytes, {BYTE_VOCAB} ids; nearest: {BYTE_VOCAB}."
+            )
+    if d.tokenizer != "bytes" and not Path(d.tokenizer).expanduser().is_file():
         raise ValueError(
-            f"data.max_documents={config.data.max_documents} leaves no room for the padding of "
-            f"data.source={source}; nearest: 2."
+            f"data.tokenizer={d.tokenizer} is no file; use bytes or a tokenizers JSON file."
         )
-    if source != "stdlib" and not path.exists():
+    if d.tokenizer != "bytes" and d.separator is None:
         raise ValueError(
-            f"data.source={source} is no file or folder; use stdlib, random, or an existing path."
-        )
-    if path.suffix not in (".npy", ".bin") and config.model.vocab_size < BYTE_VOCAB:
-        raise ValueError(
-            f"model.vocab_size={config.model.vocab_size} is too small for data.source={source}: "
-            f"text is read as bytes, {BYTE_VOCAB} ids; nearest: {BYTE_VOCAB}."
+            f"data.tokenizer={d.tokenizer} needs data.separator, the id that ends a document; see "
+            f"the tokenizer's end-of-text token."
         )
 
 

@@ -190,6 +190,13 @@ def compute(engine: Engine, step: int) -> Outcome:
         first=t.local_batch_size * world.rank,
         count=t.local_batch_size,
     )
+    if batch.tokens_BS.shape != (t.local_batch_size, t.seq_len):
+        rows, length = batch.tokens_BS.shape
+        raise ValueError(
+            f"step {step + 1}: the data gave {rows} sequences of {length} tokens, but the step is "
+            f"built for training.local_batch_size={t.local_batch_size} of training.seq_len="
+            f"{t.seq_len}; pad or cut them to that."
+        )
     num_valid, num_live = (batch.labels_BS != IGNORED).sum(), (batch.positions_BS != PADDING).sum()
     watch.enter("the count of tokens over all ranks", step)
     totals = torch.stack((num_valid, num_live, torch.tensor(int(engine.stop.requested))))

@@ -17,7 +17,6 @@ from typing import Any, Protocol
 
 from interlace.train.config import Config
 
-
 _SECONDS_AFTER_ERROR = 3.0
 
 
