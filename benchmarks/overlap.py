@@ -22,6 +22,7 @@ import json
 import statistics
 import subprocess
 import time
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -43,6 +44,7 @@ from interlace.train.verify import digest
 from interlace.train.world import init_world
 
 FORMS = {
+    "compute only": ("control", {}),
     "control": ("control", {}),
     "chunk-scheduled layers.*": ("chunk-scheduled", {"chunk_root": "layers.*"}),
     "chunk-scheduled layers.*.moe": ("chunk-scheduled", {"chunk_root": "layers.*.moe"}),
@@ -52,7 +54,9 @@ FORMS = {
 class Runner:
     """One model and batch, and every arm over them."""
 
-    def __init__(self, preset: str, overrides: list[str], forms: list[str], capture: bool) -> None:
+    def __init__(
+        self, preset: str, overrides: list[str], forms: list[str], capture: bool, equality: bool
+    ) -> None:
         flags = ["--ep.transport", "loopback", "--ep.padded", "--ep.capacity_factor", "1.0"]
         flags += ["--model.routing", "balanced", "--data.source", "random", "--overlap.chunks", "2"]
         self.config = load_config([preset, *flags, "--data.max_documents", "1", *overrides])
@@ -76,9 +80,11 @@ class Runner:
         tokens = torch.tensor(float(rows * t.seq_len))
         self.batch = tuple(x.to(self.world.device) for x in (*batch.tensors(), tokens))
         self.capture = capture
-        self.runs = {name: self._build(name) for name in forms}
+        self.pool = torch.cuda.graph_pool_handle()
+        self.equal: dict[str, bool | None] = {}
+        self.runs = {name: self._build(name, equality) for name in forms}
 
-    def _build(self, name: str) -> Any:
+    def _build(self, name: str, equality: bool) -> Any:
         arm, overlap = FORMS[name]
         config = replace(self.config, overlap=replace(self.config.overlap, **overlap))
         began = time.perf_counter()
@@ -86,25 +92,37 @@ class Runner:
         seconds = time.perf_counter() - began
         nodes = len(traced.gm.graph.nodes) if traced else 0
         print(f"  {name}: {nodes} nodes, compiled in {seconds:.1f} s", flush=True)
-        return self._captured(run) if self.capture else lambda: run(self.batch)
 
-    def _captured(self, run: Any) -> Any:
-        """The step as one CUDA graph; its gradients stay in the graph's memory."""
+        def plain() -> Any:
+            transport.transfers(enabled=name != "compute only")
+            try:
+                return run(self.batch)
+            finally:
+                transport.transfers(enabled=True)
+
+        expected = self._reference(name) if equality and name != "compute only" else None
+        torch.cuda.empty_cache()
+        if self.capture:
+            return self._captured(name, plain, expected)
+        self.equal[name] = None if expected is None else digests(plain()) == expected
+        return plain
+
+    def _captured(self, name: str, run: Any, expected: Any) -> Any:
+        """The step as one CUDA graph.  Arms run one after the other and share one pool, so what a
+        replay leaves behind holds until the next arm's."""
         for _ in range(2):
-            run(self.batch)
+            run()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            result = run(self.batch)
+        with torch.cuda.graph(graph, pool=self.pool):
+            result = run()
+        graph.replay()
+        self.equal[name] = None if expected is None else digests(result) == expected
+        return graph.replay
 
-        def replay() -> Any:
-            graph.replay()
-            return result
-
-        return replay
-
-    def eager_digest(self, name: str) -> Any:
+    def _reference(self, name: str) -> Any:
+        """Digests of what the arm has to equal, from plain PyTorch."""
         arm, overlap = FORMS[name]
         config = replace(self.config, overlap=replace(self.config.overlap, **overlap))
         reference = ARMS[arm].against or "eager"
@@ -127,26 +145,29 @@ def time_ms(run: Any, iterations: int) -> float:
     return start.elapsed_time(end) / iterations
 
 
-def exposed_ms(run: Any) -> dict[str, float]:
-    """Unions of kernel intervals of one step: the exchange's, all others', and what is bare."""
+def exposed_ms(run: Any, num_kernels: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Unions of kernel intervals of one step: the exchange's, all others', and what is bare; and
+    the summed milliseconds of the longest kernels."""
     with profile(activities=[ProfilerActivity.CUDA]) as prof:
         run()
         torch.cuda.synchronize()
-    exchange, other = [], []
+    exchange, other, by_name = [], [], Counter()
     for event in prof.events():
         if event.device_type != torch.autograd.DeviceType.CUDA:
             continue
         span = (event.time_range.start, event.time_range.end)
         (exchange if "bounded_copy" in event.name else other).append(span)
+        by_name[event.name] += (span[1] - span[0]) / 1e3
     exchange, other = union(exchange), union(other)
     total = sum(b - a for a, b in exchange)
     hidden = overlap_of(exchange, other)
-    return {
+    figures = {
         "exchange_ms": total / 1e3,
         "exposed_ms": (total - hidden) / 1e3,
         "hidden_share": hidden / total if total else 0.0,
         "other_kernels_ms": sum(b - a for a, b in other) / 1e3,
     }
+    return figures, dict(by_name.most_common(num_kernels))
 
 
 def union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -182,6 +203,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--iterations", type=int, default=2)
     parser.add_argument("--capture", action="store_true", help="each arm as one CUDA graph")
+    parser.add_argument("--kernels", type=int, default=0, help="the N longest kernels of each arm")
     parser.add_argument("--no-equality", action="store_true")
     parser.add_argument("--forms", nargs="+", default=list(FORMS), choices=list(FORMS))
     parser.add_argument("--out", type=Path)
@@ -189,29 +211,16 @@ def main() -> None:
     use_deterministic_kernels(warn_only=False)
     torch.utils.deterministic.fill_uninitialized_memory = False
     torch.manual_seed(0)
-    runner = Runner(args.preset, overrides, args.forms, args.capture)
+    equality = not args.no_equality
+    runner = Runner(args.preset, overrides, args.forms, args.capture, equality)
     t = runner.config.training
     tokens = t.local_batch_size * t.seq_len
     print(f"{args.preset}: loopback EP 2, {tokens} tokens, {MAX_CTAS} CTAs", flush=True)
 
-    equal = {}
-    if not args.no_equality:
-        for name, run in runner.runs.items():
-            reference = runner.eager_digest(name)
-            equal[name] = digests(run()) == reference
-            torch.cuda.empty_cache()
-            print(f"  {name}: {'bitwise equal' if equal[name] else 'DIFFERS'}", flush=True)
-
-    def compute_only() -> Any:
-        transport.transfers(enabled=False)
-        try:
-            return runner.runs["control"]()
-        finally:
-            transport.transfers(enabled=True)
-
-    arms = dict(runner.runs)
-    if not args.capture:
-        arms = {"compute only": compute_only, **arms}
+    for name, verdict in runner.equal.items():
+        if verdict is not None:
+            print(f"  {name}: {'bitwise equal' if verdict else 'DIFFERS'}", flush=True)
+    arms = runner.runs
     samples: dict[str, list[float]] = {name: [] for name in arms}
     state: dict[str, str] = {}
     for run in arms.values():
@@ -224,7 +233,7 @@ def main() -> None:
     for name, run in arms.items():
         times = sorted(samples[name])
         torch.cuda.reset_peak_memory_stats()
-        profiled = exposed_ms(run)
+        profiled, profiled_kernels = exposed_ms(run, args.kernels)
         rows.append(
             {
                 "arm": name,
@@ -232,13 +241,16 @@ def main() -> None:
                 "ms_p10": round(times[len(times) // 10], 2),
                 "ms_p90": round(times[len(times) * 9 // 10], 2),
                 "tokens_per_s": round(1e3 * tokens / statistics.median(times)),
-                "equal": equal.get(name),
+                "equal": runner.equal.get(name),
                 **{k: round(v, 3) for k, v in profiled.items()},
                 "peak_memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
                 "clock_and_power": state[name],
             }
         )
         print(json.dumps(rows[-1]), flush=True)
+        if args.kernels:
+            for kernel, ms in profiled_kernels.items():
+                print(f"      {ms:8.2f} ms  {kernel[:90]}", flush=True)
     by_name = {r["arm"]: r for r in rows}
     control = by_name["control"]
     for row in rows:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 from interlace import __version__
 from interlace.train import watch
 from interlace.train.launch import GRACE_SECONDS, in_worker, launch, report_failure
+from interlace.train.stopping import StepRefused
 
 if TYPE_CHECKING:
     from interlace.train.config import Config
@@ -57,7 +58,8 @@ def main(argv: list[str] | None = None) -> int:
         if not expected and watch.now():
             text = f"{text.rstrip()}\nat: {watch.now()}"
         report_failure(text, expected=expected)
-        code = _SETTINGS_ERROR if expected else _FAILED
+        is_mistake = expected and not isinstance(error, StepRefused)
+        code = _SETTINGS_ERROR if is_mistake else _FAILED
         if in_worker():
             # Peers see a closed connection within a second; cleaning up could wait for them.
             sys.stdout.flush()
@@ -67,6 +69,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _is_expected(error: Exception) -> bool:
     """A ValueError, or a refusal to import, of our own code is a message to the user."""
+    if isinstance(error, StepRefused):
+        return True
     if isinstance(error, ModuleNotFoundError) or not isinstance(error, ValueError | ImportError):
         return False
     frame = error.__traceback__

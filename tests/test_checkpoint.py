@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -115,8 +116,12 @@ def test_resume_is_the_uninterrupted_run(tmp_path: Path, preset: str, mode: str)
     first = small_engine(config)
     run_steps(first, 3)
     saver = Checkpointer(first, tmp_path)
+    may_write, write = threading.Event(), saver._write
+    if mode == "async":
+        saver._write = lambda *work: (may_write.wait(20), write(*work))
     saver.save()
-    run_steps(first, 1)  # goes on while a background save writes; the file must not see it
+    run_steps(first, 1)  # before anything is written; the file must not see it
+    may_write.set()
     saver.finish()
     second = small_engine(config)
     assert "at step 3" in (Checkpointer(second, tmp_path).resume() or "")

@@ -38,6 +38,8 @@ def broken(*a, **k):
     global left
     left -= 1
     if left == 0 and os.environ["RANK"] == rank:
+        if how == "nan":
+            return real(*a, **k) * float("nan")
         if how == "hang":
             time.sleep(300)
         if how == "kill":
@@ -119,6 +121,16 @@ def test_a_killed_process_ends_all(tmp_path: Path, rank: int) -> None:
     assert code == 128 + 9
     assert err.startswith(f"[rank {rank}] was killed by SIGKILL; the other ranks were ended")
     assert seconds < 8
+
+
+@pytest.mark.slow
+def test_a_bad_step_is_one_line_and_not_a_settings_error(tmp_path: Path) -> None:
+    code, err, _ = run(tmp_path, "engine:cross_entropy_sum", 1, 3, "nan")
+    assert code == 1
+    assert err.startswith(
+        "interlace: error: step 3: the gradient norm is nan (loss nan): on rank 1 "
+    )
+    assert err.count("\n") == 1
 
 
 @pytest.mark.slow

@@ -7,7 +7,8 @@ plain PyTorch bit by bit.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,6 +103,24 @@ def trace_step(step: Step, batch: Sequence[Tensor], passes: Sequence[Pass] = ())
              node; no dead code; parameters are inputs.
     Raises:  ValueError that names the pass or the module at fault.
     """
+    with without_collection():
+        return _trace(step, batch, passes)
+
+
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """No cycle collection inside: it would walk all nodes made so far again and again, which makes
+    the time of a trace grow faster than the graph."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _trace(step: Step, batch: Sequence[Tensor], passes: Sequence[Pass]) -> Traced:
     params, buffers = step.state()
     regions, sums = Regions(), Sums()
     extra_names: list[str] = []

@@ -118,9 +118,14 @@ class Checkpointer:
         self.saved_step = step
         return time.perf_counter() - began
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether a background save is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
     def poll(self) -> None:
         """Raises what a background save has failed with."""
-        if self._thread is not None and not self._thread.is_alive():
+        if not self.is_writing:
             self.finish()
 
     def finish(self) -> None:

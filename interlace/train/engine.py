@@ -37,7 +37,7 @@ from interlace.train.optim import (
     set_learning_rate,
 )
 from interlace.train.state import Progress
-from interlace.train.stopping import StopRequest
+from interlace.train.stopping import StepRefused, StopRequest
 from interlace.train.world import World, gather
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -179,7 +179,7 @@ def _example(config: Config, device: torch.device) -> tuple[Tensor, Tensor, Tens
 def compute(engine: Engine, step: int) -> Outcome:
     """Forward and backward of all microbatches of this step, summed over microbatches and ranks.
 
-    Raises: RuntimeError on every rank if a capacity overflowed anywhere.
+    Raises: StepRefused on every rank if a capacity overflowed anywhere.
     """
     t, world, device = engine.config.training, engine.world, engine.world.device
     began = time.perf_counter()
@@ -255,7 +255,7 @@ def apply(engine: Engine, outcome: Outcome, step: int) -> float | None:
 
     A step that is not finite changes nothing on any rank; with ``training.nonfinite`` skip this
     returns None.
-    Raises: RuntimeError on every rank for such a step otherwise.
+    Raises: StepRefused on every rank for such a step otherwise.
     """
     o, s, t = engine.config.optimizer, engine.config.lr_scheduler, engine.config.training
     watch.enter("the update of the weights", step)
@@ -298,12 +298,12 @@ def _pass_over(engine: Engine, outcome: Outcome, step: int) -> None:
     progress.passed_over()
     text = f"step {step + 1}: {text}; weights, moments, expert bias and schedule are untouched"
     if t.nonfinite == "stop":
-        raise RuntimeError(
+        raise StepRefused(
             f"{text}. Lower optimizer.lr={engine.config.optimizer.lr}, look at the data, or set "
             f"training.nonfinite=skip."
         )
     if progress.skipped_in_a_row >= t.max_skipped_steps:
-        raise RuntimeError(
+        raise StepRefused(
             f"{text}. It was the last of training.max_skipped_steps={t.max_skipped_steps} such "
             f"steps in a row; resume from an earlier checkpoint or lower "
             f"optimizer.lr={engine.config.optimizer.lr}."
@@ -328,7 +328,7 @@ def _check_overflow(overflow_L: Tensor | None, engine: Engine) -> None:
         exchange = replace(exchange, capacity_factor=c.ep.capacity_factor)
         rows = exchange.block_rows(tokens, c.model.top_k, c.model.num_experts) or 0
         balanced = tokens * c.model.top_k / engine.world.ep_size
-        raise RuntimeError(
+        raise StepRefused(
             f"a rank had {rows + missing} rows for one peer and ep.capacity_factor="
             f"{c.ep.capacity_factor} has room for {rows}; no rank has changed a weight. Use "
             f"ep.capacity_factor={-int(-(rows + missing) * 100 // balanced) / 100:g} or none."

@@ -17,6 +17,7 @@ from interlace.model.transformer import MoETransformer
 from interlace.train import watch
 from interlace.train.data import Data
 from interlace.train.engine import DTYPES, Engine, sum_over_ranks
+from interlace.train.stopping import StepRefused
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def evaluate(engine: Engine, data: Data, *, held_out: bool) -> Evaluation:
     """The loss over ``evaluation.batches`` batches, the same ones each time.
 
     ``held_out``: of the rows that ``data`` keeps out of its epochs, else its first ones.
-    Raises: ValueError on every rank where no token has a label; RuntimeError for rows that did not
+    Raises: ValueError on every rank where no token has a label; StepRefused for rows that did not
             fit a capacity.
     """
     config, world = engine.config, engine.world
@@ -80,7 +81,7 @@ def evaluate(engine: Engine, data: Data, *, held_out: bool) -> Evaluation:
 
 def _checked(loss: float, num_valid: int, overflow: int, name: str) -> Evaluation:
     if overflow:
-        raise RuntimeError(
+        raise StepRefused(
             f"evaluation: {overflow} rows did not fit ep.capacity_factor; use a larger one or none."
         )
     if not num_valid:

@@ -29,7 +29,7 @@ def train(config: Config, world: World) -> None:
     """Trains for ``training.steps`` steps, or goes on from the last checkpoint; writes metrics, the
     resolved settings, a loss curve and checkpoints.
 
-    Raises: ValueError for data or a checkpoint that does not fit the settings, RuntimeError on
+    Raises: ValueError for data or a checkpoint that does not fit the settings, StepRefused on
             every rank for a step that must not be applied.
     """
     console = Console(rank=world.rank)

@@ -1,4 +1,4 @@
-"""SIGTERM as a request: the step is finished, the state saved, the process ends with 0."""
+"""How a run ends before its last step: because it was asked to, or because it must not go on."""
 
 from __future__ import annotations
 
@@ -10,9 +10,14 @@ from dataclasses import dataclass
 from types import FrameType
 
 
+class StepRefused(RuntimeError):
+    """A step that no rank may apply, found by all of them; the message is for the user."""
+
+
 @dataclass
 class StopRequest:
-    """Whether this process was asked to end.  Ranks hear of each other's in the next step."""
+    """Whether this process was asked to end, by SIGTERM: after the step the state is saved and the
+    process ends with 0.  Ranks hear of each other's request in the next step."""
 
     requested: bool = False
 

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from interlace import ep
 from interlace.model import build_model
-from interlace.trace import Traced, trace_step
+from interlace.trace import Traced
 from interlace.trace.summary import graph_text, summarise
+from interlace.train.arms import ARMS, Arm, trace_arm
 from interlace.train.config import Config
 from interlace.train.console import Console
 from interlace.train.engine import exchange_over, step_of
@@ -38,7 +39,7 @@ def trace_command(config: Config, out_dir: Path) -> None:
     console.line(f"wrote {out_dir / 'graph.txt'} and {out_dir / 'summary.json'}")
 
 
-def trace_on_meta(config: Config) -> Traced:
+def trace_on_meta(config: Config, arm: Arm = ARMS["control"]) -> Traced:
     """The microbatch of a configuration as rank 0 of its exchange group would trace it."""
     degree = config.parallelism.expert_parallel_degree
     group = ep.Group("planned", degree, 0, "abstract") if degree > 1 else ep.get_group("single")
@@ -51,7 +52,7 @@ def trace_on_meta(config: Config) -> Traced:
         tokens = torch.empty(rows, t.seq_len, dtype=torch.int64)
         bounds = torch.empty(rows, config.data.max_documents + 1, dtype=torch.int32)
         batch: tuple[Tensor, ...] = (tokens, tokens, tokens, bounds, torch.empty(()))
-    return trace_step(step_of(model, config), batch)
+    return trace_arm(arm, step_of(model, config), batch, config)
 
 
 def describe(summary: dict[str, Any]) -> list[str]:

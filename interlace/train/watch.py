@@ -59,7 +59,7 @@ def stop() -> None:
     """The loop has ended: no stacks any more."""
     if _watch.seconds:
         faulthandler.cancel_dump_traceback_later()
-    _watch.phase, _watch.seconds = "", 0.0
+    _watch.phase, _watch.seconds, _watch.descriptor = "", 0.0, None
 
 
 def now() -> str:
