@@ -176,10 +176,7 @@ def _signature(run: list[fx.Node], inputs: list[fx.Node], results: list[fx.Node]
     number = {n: i for i, n in enumerate([*inputs, *run])}
     lines = [_layout(n.meta["val"]) for n in inputs]
     for node in run:
-        args, kwargs = (
-            fx.map_arg(a, lambda n: f"%{number[n]}")  # type: ignore[arg-type,return-value]
-            for a in (node.args, node.kwargs)
-        )
+        args, kwargs = (fx.map_arg(a, lambda n: f"%{number[n]}") for a in (node.args, node.kwargs))
         lines.append(f"{node.target} {args} {kwargs}")
     return "\n".join([*lines, str([number[n] for n in results])])
 

@@ -92,6 +92,16 @@ def test_many_faults_are_cut_short() -> None:
     assert "on rank 0 p0 is nan, p1 is nan, p2 is nan, p3 is nan and 2 more; on rank 1" in text
 
 
+def test_the_source_comes_before_those_that_caught_it() -> None:
+    """A bad token of rank 1 reaches rank 0's experts in the exchange; rank 1's own loss is bad."""
+    faults = [
+        health.Fault(0, "w (expert 2)", math.nan, is_expert=True),
+        health.Fault(1, "loss", math.nan),
+    ]
+    text = health.describe(faults, math.nan, math.nan)
+    assert text.endswith(": on rank 1 loss is nan; on rank 0 w (expert 2) is nan")
+
+
 # --- two ranks ------------------------------------------------------------------------------------
 
 

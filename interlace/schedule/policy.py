@@ -5,9 +5,8 @@ in rounds, launches on the longest path to a node:
 
 birth   launches that lie behind a node's operands: it cannot run earlier.
 round   the birth of the first node that reads it, one less for a launch.  To run it in an earlier
-        round is of no use to anyone and only holds memory.  Through this, casts of parameters,
-        transposes for the backward and recomputed layers stay back although their operands are
-        there from the start: nothing runs more than a round before it can be used.
+        round is of no use to anyone and only holds memory.  Through this, casts of parameters and
+        recomputed layers stay back although their operands are there from the start.
 goal    (round, chunk) of the first launch that a node leads to; none for weight gradients.
 
 Of what is ready and whose round has come, this goes first:
@@ -16,12 +15,14 @@ Of what is ready and whose round has come, this goes first:
 2. compute by the round of its goal, that of the stream that did not launch last before the other.
    So a launch is followed by the other chunk's way to its own, what leads to a later launch fills
    gaps, weight gradients come last; program order decides among equals;
-3. waits, by the goal of what they let run: only when nothing else is ready.
+3. compute of a chunk, such as its shared experts, one round before its use;
+4. waits, by the goal of what they let run.
 
-Weight gradients are thus delayed until the next wait, not longer, whatever else they hold up.
+Nothing runs more than a round before it can be used, and weight gradients wait no longer than until
+the next wait: memory stays near that of program order.
 
 With a :class:`CostModel` a clock runs along (scheduler "cost"): a wait whose transfer has landed
-counts as compute that is free, and before a wait blocks, the next round's operands are prepared.
+counts as compute that is free, and before a wait blocks, casts may go a round early too.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from typing import Protocol
 import torch
 from torch import fx
 
+from interlace import _compat
 from interlace.graph import comm_of, has_tag, is_wait, tag_of
 from interlace.graph.dag import Dag, Edge, stream_of
 from interlace.schedule.cost import CostModel, Lanes
@@ -180,11 +182,11 @@ class Overlap:
     def __init__(self, dag: Dag, rounds: Rounds, cost: CostModel | None = None) -> None:
         self._nodes, self._rounds = dag.nodes, rounds
         self._place = {node: i for i, node in enumerate(dag.nodes)}
-        self._at_once: list[int] = []  # inputs, and parts of a tuple, which would stay alive whole
+        self._at_once: list[int] = []  # inputs, views, parts of a tuple: free, and hold no memory
         self._launches: list[tuple[_Goal, int]] = []
         self._compute: dict[_Stream, list[tuple[_Goal, int]]] = defaultdict(list)
         self._waits: list[tuple[_Goal, int]] = []
-        self._later: list[tuple[int, _Goal, int]] = []
+        self._later: dict[bool, list[tuple[int, _Goal, int]]] = {True: [], False: []}
         self._at_last: list[int] = []
         self._length = self._round = 0
         self._stream: _Stream | None = None  # of the last launch
@@ -198,10 +200,13 @@ class Overlap:
         place = self._place[node]
         if node.op == "output":
             heapq.heappush(self._at_last, place)
-        elif node.op != "call_function" or node.target is operator.getitem:
+        elif node.op != "call_function" or _is_part(node):
             heapq.heappush(self._at_once, place)
         elif self._rounds.round[node] > self._round:
-            heapq.heappush(self._later, (self._rounds.round[node], self._rounds.goal[node], place))
+            compute = not comm_of(node) and not is_wait(node)
+            early = compute and (stream_of(node)[1] is not None or self._lanes is not None)
+            entry = (self._rounds.round[node], self._rounds.goal[node], place)
+            heapq.heappush(self._later[early], entry)
         else:
             self._admit(node)
 
@@ -219,8 +224,9 @@ class Overlap:
         if comm_of(node):
             self._stream = stream_of(node)
             self._round = max(self._round, self._rounds.round[node] + 1)
-            while self._later and self._later[0][0] <= self._round:
-                self._admit(self._nodes[heapq.heappop(self._later)[2]])
+            for later in self._later.values():
+                while later and later[0][0] <= self._round:
+                    self._admit(self._nodes[heapq.heappop(later)[2]])
         if self._lanes is not None:
             self._lanes.run(node)
         return node
@@ -235,10 +241,13 @@ class Overlap:
         queues = [(q[0][0][0], key == self._stream, q) for key, q in self._compute.items() if q]
         if queues:
             return heapq.heappop(min(queues)[2])[1]
-        ahead = self._lanes is not None and self._later and self._later[0][0] <= self._round + 1
-        if self._waits and not ahead:
+        early = self._later[True]
+        if early and early[0][0] <= self._round + 1:
+            return heapq.heappop(early)[2]
+        if self._waits:
             return heapq.heappop(self._waits)[1]
-        return heapq.heappop(self._later)[2] if self._later else heapq.heappop(self._at_last)
+        later = min(filter(None, self._later.values()), default=None)
+        return heapq.heappop(later)[2] if later else heapq.heappop(self._at_last)
 
     def _admit_landed(self, lanes: Lanes) -> None:
         blocking = []
@@ -249,3 +258,7 @@ class Overlap:
             else:
                 blocking.append(entry)
         self._waits = blocking
+
+
+def _is_part(node: fx.Node) -> bool:
+    return node.target is operator.getitem or _compat.op_is_view(node.target)

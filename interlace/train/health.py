@@ -31,11 +31,16 @@ class Local:
 
 @dataclass(frozen=True)
 class Fault:
-    """Where a number is not finite.  ``where`` is a parameter, maybe with its expert, or "loss"."""
+    """Where a number is not finite.  ``where`` is a parameter, maybe with its expert, or "loss".
+
+    An expert's gradient (``is_expert``) is made of tokens of all ranks that exchange with this one:
+    the cause may lie there.
+    """
 
     rank: int
     where: str
     value: float
+    is_expert: bool = False
 
 
 def look(grads: Mapping[str, Tensor], loss: Tensor) -> Local:
@@ -71,17 +76,22 @@ def my_faults(
         if name in expert_names:
             bad = [i for i, one in enumerate(grad) if not bool(torch.isfinite(one).all())]
             where += f" (expert {', '.join(str(first_expert + i) for i in bad)})" if bad else ""
-        found.append(Fault(rank, where, peak))
+        found.append(Fault(rank, where, peak, name in expert_names))
     return found
 
 
 def describe(faults: list[Fault], loss: float, grad_norm: float) -> str:
-    """One line: the norm, then who brought it about, at most a few of each rank."""
+    """One line: the norm, then who brought it about, at most a few of each rank.
+
+    First come ranks whose own loss or shared parameters are bad; others may have caught it from
+    them in the exchange.
+    """
     head = f"the gradient norm is {grad_norm} (loss {loss})"
     if not faults:
         return f"{head}, though every element is finite: the norm is beyond float32"
     shown: list[str] = []
-    for rank in sorted({f.rank for f in faults}):
+    sources = {f.rank for f in faults if not f.is_expert}
+    for rank in sorted({f.rank for f in faults}, key=lambda rank: (rank not in sources, rank)):
         mine = [f for f in faults if f.rank == rank]
         names = ", ".join(f"{f.where} is {f.value}" for f in mine[:_MOST_SHOWN])
         more = f" and {len(mine) - _MOST_SHOWN} more" if len(mine) > _MOST_SHOWN else ""
