@@ -173,7 +173,9 @@ def _train(argv: list[str]) -> int:
 
 def _verify(argv: list[str]) -> int:
     parser = _parser("verify", _TARGET)
-    parser.add_argument("--arms", default="all", help="comma-separated, or all (default)")
+    parser.add_argument(
+        "--arms", default="all", help="comma-separated, or all (default): all but the captured ones"
+    )
     parser.add_argument("--steps", type=int, default=20, help="steps of each arm (default 20)")
     parser.add_argument("--json", type=Path, help="write the result to this file too")
     _add_nproc(parser)
@@ -208,6 +210,25 @@ def _trace(argv: list[str]) -> int:
     return 0
 
 
+def _schedule(argv: list[str]) -> int:
+    parser = _parser("schedule", _TARGET)
+    parser.add_argument("--out", type=Path, help="folder for timeline.svg and schedule.json")
+    parser.add_argument(
+        "--network-card",
+        action="store_true",
+        help="a 400 Gb/s card carries the exchange, not NVLink",
+    )
+    options, rest = _parse(parser, argv)
+    if options.out is None:
+        raise ValueError("--out DIR is missing: the folder for the timeline and the report.")
+    config, _ = _load(rest, planning=True)
+    from interlace.schedule import NETWORK_CARD
+    from interlace.train.schedule_command import schedule_command
+
+    schedule_command(config, options.out, NETWORK_CARD if options.network_card else None)
+    return 0
+
+
 def _doctor(argv: list[str]) -> int:
     parser = _parser("doctor", "[--json]")
     parser.add_argument("--json", action="store_true", help="machine-readable")
@@ -237,6 +258,11 @@ _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str, str]] = {
         _trace,
         "write the training step as one graph, and a summary of it",
         "interlace trace dsv3-tiny --out runs/trace",
+    ),
+    "schedule": (
+        _schedule,
+        "what may run beside each exchange, what does, and a timeline",
+        "interlace schedule dsv3-16b-slim --overlap.chunks 2 --out runs/schedule",
     ),
     "doctor": (
         _doctor,
@@ -307,7 +333,11 @@ def _run(
 def _arms(text: str) -> list[str]:
     from interlace.train.config import ARMS
 
-    arms = list(ARMS) if text == "all" else [arm for arm in text.split(",") if arm]
+    arms = (
+        [a for a in ARMS if "captured" not in a]
+        if text == "all"
+        else [arm for arm in text.split(",") if arm]
+    )
     for arm in arms:
         if arm not in ARMS:
             close = difflib.get_close_matches(arm, ARMS, n=1)

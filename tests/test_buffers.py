@@ -9,11 +9,11 @@ from torch import fx
 
 from interlace import ep
 from interlace.chunk import chunk_graph
-from interlace.chunk.apply import move_to
 from interlace.chunk.buffers import assign_buffer_sets, readers, reuse_edges, show_reuse
 from interlace.graph import comm_of, tag_of
 from interlace.graph.chunking import Chunking
 from interlace.graph.dag import Edge
+from interlace.graph.order import move_to
 from interlace.trace import Step, Traced, run_eager, trace_step
 
 

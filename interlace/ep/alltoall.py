@@ -70,7 +70,7 @@ def plan(
     if block_rows is not None:
         _agree_on_block(block_rows, group, ids_TK.device)
     received_We = torch.empty_like(sent_WE)
-    all_to_all(received_We, sent_WE.contiguous(), group)()
+    all_to_all(received_We, sent_WE.contiguous(), group, counts=True)()
     counts_e = received_We.sum(0)
     offsets = torch.nn.functional.pad(counts_e.cumsum(0), (1, 0)).to(torch.int32)
     if block_rows is None:
@@ -91,7 +91,7 @@ def _agree_on_block(block_rows: int, group: Group, device: torch.device) -> None
     if group.kind != "process" or device.type != "cpu":
         return
     mine, theirs = torch.full((group.size,), block_rows), torch.empty(group.size, dtype=torch.int64)
-    all_to_all(theirs, mine, group)()
+    all_to_all(theirs, mine, group, counts=True)()
     if bool((theirs != block_rows).any()):
         raise ValueError(
             f"ep.plan: the padded exchange needs as many tokens on every rank; blocks of rows by "

@@ -34,6 +34,7 @@ class Group:
     rank: int
     kind: str
     process_group: ProcessGroup | None = None
+    counts_group: ProcessGroup | None = None  # for the plans; None: the same as for the rows
 
 
 _groups: dict[str, Group] = {"single": Group("single", 1, 0, "single")}
@@ -70,11 +71,13 @@ def all_to_all(
     group: Group,
     out_splits: list[int] | None = None,
     in_splits: list[int] | None = None,
+    *,
+    counts: bool = False,
 ) -> Callable[[], None]:
     """Starts an all-to-all of rows; the result must be called before ``out`` is read.
 
     Shapes: dim 0 of ``source`` is split by ``in_splits`` (equal parts when None), one part a rank;
-            ``out`` receives ``out_splits`` likewise.
+            ``out`` receives ``out_splits`` likewise.  ``counts``: over the group for plans.
     Sync:   CUDA: the current stream, the host is not blocked.  CPU: the call of the result blocks.
     """
     if group.kind in ("single", "loopback"):
@@ -87,9 +90,8 @@ def all_to_all(
         )
     import torch.distributed as dist
 
-    work = dist.all_to_all_single(
-        out, source, out_splits, in_splits, group=group.process_group, async_op=True
-    )
+    carrier = group.counts_group if counts and group.counts_group else group.process_group
+    work = dist.all_to_all_single(out, source, out_splits, in_splits, group=carrier, async_op=True)
     return lambda: work.wait() and None
 
 

@@ -8,6 +8,7 @@ from interlace.graph.comm import (
     register_blocking,
     register_comm,
 )
+from interlace.graph.dag import Dag, Edge, build_dag, check_order
 from interlace.graph.passes import (
     Pass,
     PassReport,
@@ -21,10 +22,14 @@ from interlace.graph.tag import Tag, has_tag, set_tag, tag_of
 
 __all__ = [
     "CommSpec",
+    "Dag",
+    "Edge",
     "Pass",
     "PassReport",
     "Tag",
+    "build_dag",
     "check_invariants",
+    "check_order",
     "comm_of",
     "count_effects",
     "has_effect",

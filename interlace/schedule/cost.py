@@ -24,6 +24,7 @@ from interlace import _compat
 from interlace.ep import get_group
 from interlace.graph import comm_of, is_collective, is_wait, tag_of
 from interlace.graph.dag import Dag
+from interlace.kernels import grouped_mm  # noqa: F401 - registers the operators
 
 aten, _ep, _ours = torch.ops.aten, torch.ops.ep, torch.ops.interlace
 _MIN_SCORES = 512  # a square of at least this side is attention scores

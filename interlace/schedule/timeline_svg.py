@@ -105,6 +105,7 @@ def _window(timeline: Timeline, layers: list[str], phase: str) -> tuple[float, f
         s
         for s in timeline.spans
         if (tag := tag_of(s.node)).phase != "io"
+        and tag.role != "cast"  # casts of parameters lie far from their use in program order
         and (tag.phase == "forward") == forward
         and (not layers or _top(tag.layer) in layers)
         and (s.lane != "compute" or _kind(s.node) == "attention" or not layers)

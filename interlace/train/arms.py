@@ -6,6 +6,7 @@ scheduled        the traced step, reordered
 chunk-eager      plain PyTorch with chunked modules
 chunk-graph      the traced step, chunked on the graph
 chunk-scheduled  that, reordered
+captured         the traced step, chunked and reordered as set, as one CUDA graph
 
 With ``compile.regional`` plain PyTorch has no compiled regions to compare with: the references are
 then the traced step, and the trace of eager chunking, with the same regions as every other arm.
@@ -20,6 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, fx
 
+from interlace.capture import capture
 from interlace.chunk import chunk_graph
 from interlace.graph.chunking import BATCH, SEQUENCE, Chunking, chunk_extent
 from interlace.graph.passes import Pass
@@ -41,6 +43,7 @@ class Arm:
     traced: bool
     chunked: bool = False
     scheduled: bool = False
+    captured: bool = False
 
 
 ARMS = {
@@ -52,6 +55,8 @@ ARMS = {
         Arm("chunk-eager", None, traced=False, chunked=True),
         Arm("chunk-graph", "chunk-eager", traced=True, chunked=True),
         Arm("chunk-scheduled", "chunk-eager", traced=True, chunked=True, scheduled=True),
+        Arm("captured", "control", traced=True, captured=True),
+        Arm("chunk-captured", "chunk-eager", True, chunked=True, scheduled=True, captured=True),
     )
 }
 
@@ -67,7 +72,8 @@ def arm_of(config: Config) -> Arm:
         (True, False): "chunk-graph",
         (True, True): "chunk-scheduled",
     }
-    return ARMS[names[chunked, scheduled]]
+    arm = ARMS[names[chunked, scheduled]]
+    return replace(arm, captured=config.capture.enabled)
 
 
 def chunking_of(config: Config, *, at_least: int = 1) -> Chunking:
@@ -91,7 +97,36 @@ def build_arm(
         return lambda tensors: run_eager(step, params, buffers, tensors), None
     with working("tracing the step"):
         traced = trace_arm(arm, step, batch, config)
-    return lambda tensors: traced(params, buffers, tensors), traced
+
+    def run(tensors: Sequence[Tensor]) -> StepResult:
+        return traced(params, buffers, tensors)
+
+    if not arm.captured:
+        return run, traced
+    check_capturable(config)
+    with working("capturing the step"):
+        captured = capture(run, batch)
+    if config.training.microbatches == 1:
+        return captured, traced
+    return lambda tensors: _kept(captured(tensors)), traced
+
+
+def check_capturable(config: Config) -> None:
+    """ValueError where a captured step would have to read a size on the host."""
+    if not config.ep.padded:
+        raise ValueError(
+            "capture.enabled: the exact exchange reads sizes on the host, which a CUDA graph "
+            "cannot; use --ep.padded."
+        )
+
+
+def _kept(result: StepResult) -> StepResult:
+    """A copy that the next replay does not overwrite, for gradients that add up over replays."""
+    return StepResult(
+        result.loss.clone(),
+        {n: g.clone() for n, g in result.grads.items()},
+        {n: x.clone() for n, x in result.extra.items()},
+    )
 
 
 def trace_arm(arm: Arm, step: Step, batch: Sequence[Tensor], config: Config) -> Traced:

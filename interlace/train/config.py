@@ -18,7 +18,11 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_ty
 from interlace.model.config import ModelConfig, check_model
 
 # What `interlace verify` can run (train/arms.py, without torch).
-ARMS = ("eager", "control", "scheduled", "chunk-eager", "chunk-graph", "chunk-scheduled")
+ARMS = (
+    *("eager", "control", "scheduled"),
+    *("chunk-eager", "chunk-graph", "chunk-scheduled"),
+    *("captured", "chunk-captured"),
+)
 BYTE_VOCAB = 256  # token ids that text, read as bytes, takes
 
 
@@ -83,14 +87,20 @@ class OverlapConfig:
     chunk_dim: Literal["batch", "sequence"] = "batch"
     """What is split; attention needs its whole sequence, so whole layers split by batch."""
     scheduler: Literal["policy", "cost", "off"] = "policy"
-    """policy: no timings; cost: a clock of estimated bytes and FLOPs; off: program order, everything
-    else as it is."""
+    """policy: no timings; cost: a clock of estimated bytes and FLOPs; off: program order, and
+    everything else as it is."""
 
 
 @dataclass(frozen=True)
 class CompileConfig:
     regional: bool = False
     """Norms, activations, routers and their like compiled by Inductor, the rest left as it is."""
+
+
+@dataclass(frozen=True)
+class CaptureConfig:
+    enabled: bool = False
+    """The whole forward and backward as one CUDA graph; needs CUDA and ep.padded."""
 
 
 @dataclass(frozen=True)
@@ -199,6 +209,7 @@ class Config:
     ep: EpConfig = field(default_factory=EpConfig)
     overlap: OverlapConfig = field(default_factory=OverlapConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
+    capture: CaptureConfig = field(default_factory=CaptureConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lr_scheduler: LRSchedulerConfig = field(default_factory=LRSchedulerConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -256,6 +267,7 @@ def check(config: Config, world_size: int) -> None:
     _check_parallelism(config, world_size)
     _check_ep(config)
     _check_overlap(config)
+    _check_capture(config)
     _check_data(config)
     _check_layers(config)
     for package, setting in PACKAGES.items():
@@ -332,6 +344,16 @@ def _check_ep(config: Config) -> None:
             f"ep.capacity_factor={factor} is below 1, less than a balanced routing needs; "
             f"nearest: 1.0, or none for room for every token."
         )
+
+
+def _check_capture(config: Config) -> None:
+    if config.capture.enabled and not config.ep.padded:
+        raise ValueError(
+            "capture.enabled=true needs ep.padded=true: the exact exchange reads sizes on the "
+            "host, which a CUDA graph cannot; add --ep.padded."
+        )
+    if config.capture.enabled and config.training.mode == "eager":
+        raise ValueError("capture.enabled=true needs training.mode=traced; got eager.")
 
 
 def _check_overlap(config: Config) -> None:

@@ -21,6 +21,7 @@ from interlace import _compat, ep
 from interlace.model import build_model, cross_entropy_sum, init_weights
 from interlace.model.batch import IGNORED, PADDING, Batch
 from interlace.model.transformer import MoETransformer
+from interlace.schedule import agree_on_order
 from interlace.trace import Step
 from interlace.train import config as settings
 from interlace.train import health, watch
@@ -85,7 +86,9 @@ def build_exchange(config: Config, world: World) -> ep.Exchange:
     group = ep.get_group("single")
     if world.ep_size > 1:
         kind = "loopback" if world.loopback else "process"
-        group = ep.Group("ep", world.ep_size, world.ep_rank, kind, world.ep_group)
+        carrier = world.exchange_group or world.ep_group
+        counts = world.counts_group
+        group = ep.Group("ep", world.ep_size, world.ep_rank, kind, carrier, counts)
         ep.register_group(group)
     return exchange_over(group, config)
 
@@ -152,6 +155,8 @@ def build_engine(
     example = Batch(*_example(config, world.device))
     batch = (*example.tensors(), torch.ones((), device=world.device))
     forward_backward, traced = build_arm(arm, step, batch, config, working)
+    if traced is not None and world.size > 1:
+        agree_on_order(traced.gm)  # ranks that would launch in another order than their peers hang
     num_nodes = None if traced is None else len(traced.gm.graph.nodes)
     return Engine(
         config,

@@ -10,13 +10,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, fx
+from torch import fx
 
-from interlace import ep
 from interlace.graph import comm_of, tag_of
 from interlace.graph.dag import build_dag
-from interlace.model import build_model
 from interlace.schedule import (
     CostModel,
     Machine,
@@ -27,11 +24,10 @@ from interlace.schedule import (
 )
 from interlace.schedule.cost import independent_us
 from interlace.schedule.timeline_svg import timeline_svg
-from interlace.trace import Step
-from interlace.train.arms import ARMS, trace_arm
+from interlace.train.arms import ARMS
 from interlace.train.config import Config
 from interlace.train.console import Console
-from interlace.train.engine import exchange_over, step_of
+from interlace.train.trace_command import trace_on_meta
 
 _MAX_ROWS = 32
 
@@ -64,23 +60,7 @@ def schedule_command(config: Config, out_dir: Path, machine: Machine | None = No
 def unscheduled_graph(config: Config) -> fx.GraphModule:
     """The step that the settings ask for, chunked if they say so, in program order."""
     arm = ARMS["chunk-graph" if config.overlap.chunks > 1 else "control"]
-    step, batch = step_on_meta(config)
-    return trace_arm(arm, step, batch, config).gm
-
-
-def step_on_meta(config: Config) -> tuple[Step, tuple[Tensor, ...]]:
-    """The step and the microbatch of rank 0 of an exchange group, without memory or peers."""
-    degree = config.parallelism.expert_parallel_degree
-    group = ep.Group("planned", degree, 0, "abstract") if degree > 1 else ep.get_group("single")
-    ep.register_group(group)
-    exchange = exchange_over(group, config)
-    rows = config.training.local_batch_size // config.training.microbatches
-    with torch.device("meta"):
-        model = build_model(config.model, exchange)
-        tokens = torch.empty(rows, config.training.seq_len, dtype=torch.int64)
-        bounds = torch.empty(rows, config.data.max_documents + 1, dtype=torch.int32)
-        batch = (tokens, tokens, tokens, bounds, torch.empty(()))
-    return step_of(model, config), batch
+    return trace_on_meta(config, arm).gm
 
 
 def compare_orders(

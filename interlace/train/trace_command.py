@@ -12,7 +12,7 @@ from torch import Tensor
 
 from interlace import ep
 from interlace.model import build_model
-from interlace.trace import Traced
+from interlace.trace import Step, Traced
 from interlace.trace.summary import graph_text, summarise
 from interlace.train.arms import ARMS, Arm, trace_arm
 from interlace.train.config import Config
@@ -41,18 +41,23 @@ def trace_command(config: Config, out_dir: Path) -> None:
 
 def trace_on_meta(config: Config, arm: Arm = ARMS["control"]) -> Traced:
     """The microbatch of a configuration as rank 0 of its exchange group would trace it."""
+    step, batch = step_on_meta(config)
+    return trace_arm(arm, step, batch, config)
+
+
+def step_on_meta(config: Config) -> tuple[Step, tuple[Tensor, ...]]:
+    """The step and the microbatch of rank 0 of an exchange group, without memory or peers."""
     degree = config.parallelism.expert_parallel_degree
     group = ep.Group("planned", degree, 0, "abstract") if degree > 1 else ep.get_group("single")
     ep.register_group(group)
     exchange = exchange_over(group, config)
-    t = config.training
-    rows = t.local_batch_size // t.microbatches
+    rows = config.training.local_batch_size // config.training.microbatches
     with torch.device("meta"):
         model = build_model(config.model, exchange)
-        tokens = torch.empty(rows, t.seq_len, dtype=torch.int64)
+        tokens = torch.empty(rows, config.training.seq_len, dtype=torch.int64)
         bounds = torch.empty(rows, config.data.max_documents + 1, dtype=torch.int32)
-        batch: tuple[Tensor, ...] = (tokens, tokens, tokens, bounds, torch.empty(()))
-    return trace_arm(arm, step_of(model, config), batch, config)
+        batch = (tokens, tokens, tokens, bounds, torch.empty(()))
+    return step_of(model, config), batch
 
 
 def describe(summary: dict[str, Any]) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +26,10 @@ TIMEOUT_SECONDS = {"cpu": 60, "cuda": 600}
 class World:
     """This process's place.  Groups are None where they would have one member.
 
-    ``ep_size`` consecutive ranks exchange tokens (``ep_group``).  ``replica_group`` joins the
-    ranks that hold the same experts, one of each EP group.  In loopback ``ep_size`` ranks are
-    virtual: this process is rank 0 of them and there is no group.
+    ``ep_size`` consecutive ranks exchange tokens: ``exchange_group`` carries the rows,
+    ``counts_group`` their numbers, ``ep_group`` everything else among them.  ``replica_group``
+    joins the ranks that hold the same experts, one of each EP group.  In loopback ``ep_size`` ranks
+    are virtual: this process is rank 0 of them and there is no group.
     """
 
     rank: int
@@ -41,6 +42,8 @@ class World:
     ep_size: int
     loopback: bool = False
     ep_group: ProcessGroup | None = None
+    exchange_group: ProcessGroup | None = None
+    counts_group: ProcessGroup | None = None
     replica_group: ProcessGroup | None = None
 
     @property
@@ -136,17 +139,44 @@ def _join(world: World, config: Config) -> World:
         device_id=world.device if world.backend == "nccl" else None,
     )
     ep_group = replica_group = None
+    exchange_group = counts_group = None
     if world.ep_size > 1:
         for first in range(0, world.size, world.ep_size):
             ranks = list(range(first, first + world.ep_size))
-            group = dist.new_group(ranks, timeout=timeout, group_desc="ep")
-            ep_group = group if world.rank in ranks else ep_group
+            # The exchange shares no communicator with anything else: a reduction would queue behind
+            # its rows, and the counts of one chunk behind the rows of another.
+            groups = [
+                dist.new_group(ranks, timeout=timeout, group_desc="ep"),
+                dist.new_group(
+                    ranks, timeout=timeout, group_desc="exchange", pg_options=_urgent(world)
+                ),
+                dist.new_group(
+                    ranks, timeout=timeout, group_desc="counts", pg_options=_urgent(world)
+                ),
+            ]
+            if world.rank in ranks:
+                ep_group, exchange_group, counts_group = groups
     if world.num_replicas > 1:
         for first in range(world.ep_size):
             ranks = list(range(first, world.size, world.ep_size))
             group = dist.new_group(ranks, timeout=timeout, group_desc="expert replicas")
             replica_group = group if world.rank in ranks else replica_group
-    return World(**(vars(world) | {"ep_group": ep_group, "replica_group": replica_group}))
+    return replace(
+        world,
+        ep_group=ep_group,
+        exchange_group=exchange_group,
+        counts_group=counts_group,
+        replica_group=replica_group,
+    )
+
+
+def _urgent(world: World) -> Any:
+    """NCCL options for a high-priority stream; other backends have none."""
+    if world.backend != "nccl":
+        return None
+    from torch.distributed import ProcessGroupNCCL
+
+    return ProcessGroupNCCL.Options(is_high_priority_stream=True)
 
 
 def _pick_device(wanted: str, local_rank: int) -> torch.device:
