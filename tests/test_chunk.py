@@ -216,6 +216,34 @@ def test_a_branch_on_the_extent_is_refused() -> None:
     _refused(r"operators of the step depend on the chunk extent; cos.* in layers.0.moe", branches)
 
 
+def test_parts_of_extent_one_that_differ_say_so() -> None:
+    def heads_first(x, out):
+        heads = out.unflatten(-1, (2, D // 2)).transpose(1, 2)
+        return (
+            heads.reshape(-1, x.shape[1], D // 2)
+            .view(-1, 2, x.shape[1], D // 2)
+            .transpose(1, 2)
+            .reshape(x.shape)
+        )
+
+    _refused(r"Parts of extent 1 .* use fewer than 12 chunks", heads_first, None, Chunking(MOE, 12))
+
+
+def test_refusals_name_the_line_of_the_model() -> None:
+    def branches(x, out):
+        return out.cos() if x.shape[0] > 6 else out.sin()
+
+    model, chunking = Net(_exchange(), branches), FORMS[0]
+    step = Step(model, _loss, boundary=chunking.is_root)
+    full = trace_step(step, _batch(), source_lines=True)
+    small = trace_step(step, _batch(B // 2), source_lines=True)
+    line = (
+        r"cos.* in layers.0.moe at test_chunk.py:\d+ at full extent is sin.* at test_chunk.py:\d+"
+    )
+    with pytest.raises(ValueError, match=line):
+        chunk_graph(full.gm, small.gm, chunking, B)
+
+
 def test_a_loop_over_the_extent_is_refused() -> None:
     def loops(x, out):
         for _ in range(x.shape[0] // 6):

@@ -6,6 +6,8 @@ of the other.  What differs tells what depends on the number of tokens; nothing 
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, fx
@@ -52,10 +54,14 @@ def constants(node: fx.Node) -> list[Any]:
 def describe(node: fx.Node) -> str:
     """A node for a person: operator, module call, source line where it is known."""
     where = f" in {tag_of(node).layer or 'the step'}" if has_tag(node) else ""
-    stack = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
-    files = [line for line in stack if line.startswith("File ")]
-    line = f" at {files[-1].removeprefix('File ')}" if files else ""
-    return f"{node.name} ({node.target}){where}{line}"
+    return f"{node.name} ({node.target}){where}{_source_line(node)}"
+
+
+def _source_line(node: fx.Node) -> str:
+    """`` at file.py:12`` of the model's own code, empty where the trace kept no lines."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    ours = [(Path(file).name, line) for file, line in frames if "/torch/" not in file]
+    return f" at {ours[-1][0]}:{ours[-1][1]}" if ours else ""
 
 
 def sharded_dim(full: Any, small: Any, num_chunks: int) -> int | None:

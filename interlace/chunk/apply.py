@@ -46,7 +46,15 @@ def chunk_graph(
 
     Raises: ValueError that names node, module and line for whatever cannot be proven right.
     """
-    twins = align(full, small)
+    try:
+        twins = align(full, small)
+    except ValueError as error:
+        if extent == chunking.num_chunks:
+            raise ValueError(
+                f"{error} Parts of extent 1 are laid out differently from longer ones: "
+                f"use fewer than {extent} chunks, or more rows."
+            ) from None
+        raise
     analysis = analyse(full, twins, chunking, extent)
     _Chunker(full.graph, twins, analysis, chunking, extent).run()
     return ChunkReport(

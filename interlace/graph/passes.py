@@ -20,25 +20,26 @@ from interlace.graph.tag import has_tag
 
 @dataclass(frozen=True)
 class Pass:
-    """A named change of a graph.
+    """A named change of a graph; what ``run`` returns are notes for the user.
 
     ``keeps_effects`` False is for the few that add or split collectives on purpose; all others must
     leave the multiset of side effects as it was.
     """
 
     name: str
-    run: Callable[[fx.GraphModule], object]
+    run: Callable[[fx.GraphModule], Sequence[str] | None]
     keeps_effects: bool = True
 
 
 @dataclass(frozen=True)
 class PassReport:
-    """What a pass did: its name, seconds, and the number of nodes before and after."""
+    """What a pass did: its name, seconds, nodes before and after, and what a user should know."""
 
     name: str
     seconds: float
     nodes_before: int
     nodes_after: int
+    notes: tuple[str, ...] = ()
 
 
 def has_effect(node: fx.Node) -> bool:
@@ -92,7 +93,7 @@ def run_passes(gm: fx.GraphModule, passes: Sequence[Pass]) -> list[PassReport]:
     for p in passes:
         effects, before, start = count_effects(gm), len(gm.graph.nodes), time.perf_counter()
         try:
-            p.run(gm)
+            notes = tuple(p.run(gm) or ())
             check_invariants(gm)
             if p.keeps_effects and (after := count_effects(gm)) != effects:
                 changed = sorted((effects - after) + (after - effects))
@@ -101,5 +102,5 @@ def run_passes(gm: fx.GraphModule, passes: Sequence[Pass]) -> list[PassReport]:
             raise ValueError(f"pass {p.name!r} failed: {error}") from error
         gm.recompile()
         seconds = time.perf_counter() - start
-        reports.append(PassReport(p.name, seconds, before, len(gm.graph.nodes)))
+        reports.append(PassReport(p.name, seconds, before, len(gm.graph.nodes), notes))
     return reports

@@ -1,7 +1,7 @@
 """Unions of time intervals.
 
-Times are int64 ticks of 1/1024 us: the grid of a float64 at the time stamps that profilers write, so
-that sums and differences are exact and a tick count divided by 1024 is an exact float64.
+Times are int64 ticks of 1/1024 us: the grid of a float64 at the time stamps that profilers write.
+Sums and differences are exact, and so is a tick count divided by 1024 as a float64.
 
 Example: [0, 4) and [2, 6) and [8, 9) -> Cover of [0, 6), [8, 9), total 7.
 """

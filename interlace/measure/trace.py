@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,25 +35,31 @@ _HOUR = 3600 * 10**6 * TICKS_PER_US
 _RANK_IN_NAME = re.compile(r"rank[-_. ]?(\d+)", re.IGNORECASE)
 
 
+_Plain = int | float | str | None
+
+
+class _Args(msgspec.Struct, gc=False):
+    device: _Plain = None
+    stream: _Plain = None
+    correlation: _Plain = None
+    collective: str | None = msgspec.field(default=None, name="Collective name")
+    group: _Plain = msgspec.field(default=None, name="Process Group Name")
+    about: str | None = msgspec.field(default=None, name="Process Group Description")
+    members: _Plain = msgspec.field(default=None, name="Process Group Ranks")
+
+
 class _Event(msgspec.Struct, gc=False):
     ph: str = ""
     cat: str | None = None
     name: str | None = None
-    pid: msgspec.Raw = msgspec.Raw()
-    tid: msgspec.Raw = msgspec.Raw()
-    ts: msgspec.Raw = msgspec.Raw()
+    pid: _Plain = None
+    tid: _Plain = None
+    ts: msgspec.Raw = msgspec.Raw()  # kept as written: a float64 of today's time is too coarse
     dur: msgspec.Raw = msgspec.Raw()
-    args: msgspec.Raw = msgspec.Raw()
+    args: _Args | None = None
 
 
-class _Args(msgspec.Struct, gc=False):
-    device: msgspec.Raw = msgspec.Raw()
-    stream: msgspec.Raw = msgspec.Raw()
-    correlation: msgspec.Raw = msgspec.Raw()
-    collective: str | None = msgspec.field(default=None, name="Collective name")
-    group: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Process Group Name")
-    about: str | None = msgspec.field(default=None, name="Process Group Description")
-    members: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Process Group Ranks")
+_NO_ARGS = _Args()
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,7 @@ class Trace:
     place: Ticks = field(default_factory=lambda: np.zeros(0, np.int64))
     correlation: Ticks = field(default_factory=lambda: np.zeros(0, np.int64))
     group: Ticks = field(default_factory=lambda: np.zeros(0, np.int64))  # -1, or into groups
+    empty_correlation: Ticks = field(default_factory=lambda: np.zeros(0, np.int64))  # of no length
     launch_name: Ticks = field(default_factory=lambda: np.zeros(0, np.int64))
     launch_time: Ticks = field(default_factory=lambda: np.zeros(0, np.int64))
     launch_thread: Ticks = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -115,93 +122,88 @@ class _Codes:
     def __call__(self, value: Any) -> int:
         return self.of.setdefault(value, len(self.of))
 
+    def array(self, values: list[Any]) -> NDArray[np.int64]:
+        of = self.of
+        for value in dict.fromkeys(values):
+            of.setdefault(value, len(of))
+        return np.array([of[value] for value in values], np.int64)
+
 
 class _Columns:
     def __init__(self) -> None:
         self.names, self.places, self.groups, self.threads = (
             _Codes(), _Codes(), _Codes(), _Codes()
         )  # fmt: skip
-        self.device: list[tuple[bytes, bytes, int, int, int, int, int]] = []
-        self.parts: list[tuple[NDArray[np.int64], ...]] = []
-        self.launches: list[tuple[int, bytes, int, int]] = []
-        self.launch_parts: list[tuple[NDArray[np.int64], ...]] = []
+        self.parts: list[list[NDArray[np.int64]]] = []
+        self.launch_parts: list[list[NDArray[np.int64]]] = []
         self.ranges: list[tuple[str, bytes, bytes, str, bool]] = []
-        self.args = msgspec.json.Decoder(_Args)
-        self.num_bad_times = 0
 
     def add(self, events: list[_Event]) -> None:
+        device, launches = [], []
         for event in events:
             category = event.cat
             if category is None or event.ph != "X" or event.name is None:
                 continue
-            activity = _ACTIVITY.get(category)
-            if activity is None:
-                activity = _ACTIVITY.get(category.lower())
-            if activity is not None:
-                self._add_device(event, activity)
-            elif category in _HOST:
-                self._add_launch(event)
+            if category in _HOST:
+                launches.append(event)
+            elif category in _ACTIVITY or category.lower() in _ACTIVITY:
+                device.append(event)
             elif category in _ANNOTATION or event.name.startswith(_AUTOGRAD):
                 self._add_range(event, category == "gpu_user_annotation")
-        self._pack()
+        if device:
+            self._add_device(device)
+        if launches:
+            self._add_launches(launches)
 
-    def _args_of(self, event: _Event) -> _Args:
-        if not len(memoryview(event.args)):
-            return _Args()
-        try:
-            return self.args.decode(event.args)
-        except msgspec.DecodeError:
-            return _Args()
+    def _add_device(self, events: list[_Event]) -> None:
+        args = [event.args or _NO_ARGS for event in events]
+        pairs = zip(events, args, strict=True)
+        places = [
+            (e.pid if a.device is None else a.device, e.tid if a.stream is None else a.stream)
+            for e, a in pairs
+        ]
+        groups = [
+            -1
+            if a.collective is None and a.about is None
+            else self.groups((a.collective or "", a.about or "", str(a.group), str(a.members)))
+            for a in args
+        ]
+        self.parts.append([
+            _ticks([bytes(event.ts) for event in events]),
+            _ticks([bytes(event.dur) for event in events]),
+            self.names.array([event.name for event in events]),
+            np.array([_ACTIVITY[event.cat.lower()] for event in events], np.int64),  # type: ignore[union-attr]
+            self.places.array(places),
+            np.array([_integer(a.correlation) for a in args], np.int64),
+            np.array(groups, np.int64),
+        ])  # fmt: skip
 
-    def _add_device(self, event: _Event, activity: int) -> None:
-        args = self._args_of(event)
-        device = _text(args.device) or _text(event.pid) or "?"
-        stream = _text(args.stream) or _text(event.tid) or "?"
-        group = -1
-        if args.collective is not None or args.about is not None:
-            group = self.groups(
-                (args.collective or "", args.about or "", _text(args.group), _text(args.members))
-            )
-        self.device.append(
-            (bytes(event.ts), bytes(event.dur), self.names(event.name), activity,
-             self.places(f"{device}/{stream}"), _integer(args.correlation), group)
-        )  # fmt: skip
-
-    def _add_launch(self, event: _Event) -> None:
-        correlation = _integer(self._args_of(event).correlation)
-        if correlation >= 0:
-            thread = self.threads(f"{_text(event.pid)}/{_text(event.tid)}")
-            self.launches.append((self.names(event.name), bytes(event.ts), thread, correlation))
+    def _add_launches(self, events: list[_Event]) -> None:
+        self.launch_parts.append([
+            self.names.array([event.name for event in events]),
+            _ticks([bytes(event.ts) for event in events]),
+            self.threads.array([(event.pid, event.tid) for event in events]),
+            np.array([_integer((e.args or _NO_ARGS).correlation) for e in events], np.int64),
+        ])  # fmt: skip
 
     def _add_range(self, event: _Event, on_device: bool) -> None:
         name = _AUTOGRAD if (event.name or "").startswith(_AUTOGRAD) else event.name or ""
-        place = f"{_text(event.pid)}/{_text(event.tid)}"
+        place = _place((event.pid, event.tid))
         self.ranges.append((name, bytes(event.ts), bytes(event.dur), place, on_device))
-
-    def _pack(self) -> None:
-        """Lists of a batch become arrays, so that memory stays small."""
-        if self.device:
-            ts, dur, *codes = zip(*self.device, strict=True)
-            self.parts.append((_ticks(ts), _ticks(dur), *(np.array(c, np.int64) for c in codes)))
-            self.device = []
-        if self.launches:
-            name, ts, *codes = zip(*self.launches, strict=True)
-            self.launch_parts.append(
-                (np.array(name, np.int64), _ticks(ts), *(np.array(c, np.int64) for c in codes))
-            )
-            self.launches = []
 
     def finish(self, path: str) -> Trace:
         trace = Trace(
             path,
             names=list(self.names.of),
-            places=list(self.places.of),
+            places=[_place(pair) for pair in self.places.of],
             groups=list(self.groups.of),
-            threads=list(self.threads.of),
+            threads=[_place(pair) for pair in self.threads.of],
         )
         self._finish_device(trace)
         if self.launch_parts:
             columns = [np.concatenate(column) for column in zip(*self.launch_parts, strict=True)]
+            known = (columns[3] >= 0) & (columns[1] != _NO_TIME)
+            columns = [column[known] for column in columns]
             order = np.argsort(columns[3], kind="stable")
             (trace.launch_name, trace.launch_time, trace.launch_thread,
              trace.launch_correlation) = (column[order] for column in columns)  # fmt: skip
@@ -228,6 +230,7 @@ class _Columns:
         _count(trace, bad, "device events without a readable time were left out.")
         _count(trace, empty, "device events at time zero or of zero length were left out.")
         keep = ~bad & ~empty
+        trace.empty_correlation = columns[5][~keep]
         columns = [column[keep] for column in columns]
         order = np.argsort(columns[0], kind="stable")
         (trace.start, length, trace.name, trace.activity, trace.place, trace.correlation,
@@ -243,9 +246,12 @@ def _count(trace: Trace, mask: NDArray[np.bool_], text: str) -> None:
 _NO_TIME = -(1 << 62)
 
 
-def _ticks(texts: tuple[bytes, ...]) -> Ticks:
+def _ticks(texts: Sequence[bytes]) -> Ticks:
     """Times as written, in us, to ticks; _NO_TIME where there is none."""
-    values = np.array([_number(text) for text in texts], np.float64)
+    try:
+        values = np.array(list(map(float, texts)), np.float64)
+    except ValueError:
+        values = np.array([_number(text) for text in texts], np.float64)
     bad = ~(np.abs(values) < _MAX_US)
     ticks = np.rint(np.where(bad, 0, values) * TICKS_PER_US).astype(np.int64)
     ticks[bad] = _NO_TIME
@@ -255,10 +261,6 @@ def _ticks(texts: tuple[bytes, ...]) -> Ticks:
 
 
 def _number(text: bytes) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        pass
     try:
         return float(text.strip(b'"'))
     except ValueError:
@@ -274,14 +276,15 @@ def _exact(text: bytes) -> int:
         return round(_number(text) * TICKS_PER_US)
 
 
-def _text(raw: msgspec.Raw) -> str:
-    return bytes(raw).decode("utf-8", "replace").strip('"')
+def _place(pair: tuple[_Plain, _Plain]) -> str:
+    return "/".join("?" if part is None or part == "" else str(part) for part in pair)
 
 
-def _integer(raw: msgspec.Raw) -> int:
-    text = bytes(raw).strip(b'"')
-    # More than 18 digits are no correlation number but a damaged one.
-    return int(text) if text.isdigit() and len(text) < 19 else -1
+def _integer(value: _Plain) -> int:
+    if isinstance(value, str):
+        value = int(value) if value.isdecimal() and len(value) < 19 else None
+    # More than 63 bits are no correlation number but a damaged one.
+    return value if isinstance(value, int) and 0 <= value < 1 << 62 else -1
 
 
 def _read_fields(trace: Trace, fields: dict[str, Any]) -> None:

@@ -96,15 +96,23 @@ class Traced:
         )
 
 
-def trace_step(step: Step, batch: Sequence[Tensor], passes: Sequence[Pass] = ()) -> Traced:
+def trace_step(
+    step: Step,
+    batch: Sequence[Tensor],
+    passes: Sequence[Pass] = (),
+    *,
+    source_lines: bool = False,
+) -> Traced:
     """Records the step for the shapes of ``batch``; the values are not read.
+
+    ``source_lines`` keeps the line of the model that made each node: slower, for error messages.
 
     Ensures: static shapes but for sizes that depend on routing, which stay symbols; a tag on every
              node; no dead code; parameters are inputs.
     Raises:  ValueError that names the pass or the module at fault.
     """
     with without_collection():
-        return _trace(step, batch, passes)
+        return _trace(step, batch, passes, source_lines)
 
 
 @contextlib.contextmanager
@@ -120,7 +128,9 @@ def without_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _trace(step: Step, batch: Sequence[Tensor], passes: Sequence[Pass]) -> Traced:
+def _trace(
+    step: Step, batch: Sequence[Tensor], passes: Sequence[Pass], source_lines: bool
+) -> Traced:
     params, buffers = step.state()
     regions, sums = Regions(), Sums()
     extra_names: list[str] = []
@@ -141,7 +151,7 @@ def _trace(step: Step, batch: Sequence[Tensor], passes: Sequence[Pass]) -> Trace
         ]
         stack.enter_context(traceback.preserve_node_meta())
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-        gm = make_fx(record, tracing_mode="real", record_module_stack=False)(*fake)
+        gm = make_fx(record, tracing_mode="real", record_stack_traces=source_lines)(*fake)
     roles = [("param", n.rpartition(".")[0]) for n in params]
     roles += [("buffer", n.rpartition(".")[0]) for n in buffers] + [("arg", "")] * len(batch)
     settle_tags(gm, roles, sums)

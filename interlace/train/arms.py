@@ -130,7 +130,21 @@ def _kept(result: StepResult) -> StepResult:
 
 
 def trace_arm(arm: Arm, step: Step, batch: Sequence[Tensor], config: Config) -> Traced:
-    """The graph of an arm; passes are run and reported in order."""
+    """The graph of an arm; passes are run and reported in order.
+
+    What chunking refuses is traced once more, to name the line of the model at fault.
+    """
+    try:
+        return _trace_arm(arm, step, batch, config, source_lines=False)
+    except ValueError:
+        if not arm.chunked:
+            raise
+    return _trace_arm(arm, step, batch, config, source_lines=True)
+
+
+def _trace_arm(
+    arm: Arm, step: Step, batch: Sequence[Tensor], config: Config, *, source_lines: bool
+) -> Traced:
     passes = []
     chunking = chunking_of(config, at_least=2)
     if arm.chunked and arm.traced:
@@ -138,22 +152,28 @@ def trace_arm(arm: Arm, step: Step, batch: Sequence[Tensor], config: Config) -> 
         extent = batch[0].shape[chunking.dim]
         name = ("training.local_batch_size / microbatches", "training.seq_len")[chunking.dim]
         part = chunk_extent(name, extent, chunking.num_chunks)
-        small = trace_step(step, [_part_of(x, chunking.dim, extent, part) for x in batch])
+        parts = [_part_of(x, chunking.dim, extent, part) for x in batch]
+        small = trace_step(step, parts, source_lines=source_lines)
 
-        def chunk(gm: fx.GraphModule) -> object:
-            return chunk_graph(gm, small.gm, chunking, extent)
+        def chunk(gm: fx.GraphModule) -> list[str]:
+            mixing = chunk_graph(gm, small.gm, chunking, extent).cross_token
+            return [f"{node} sees the tokens of its chunk only" for node in mixing]
 
         passes.append(Pass("chunk_graph", chunk, keeps_effects=False))
     if config.compile.regional:
-        passes.append(Pass("compile_regions", compile_regions, keeps_effects=False))
+
+        def compile_all(gm: fx.GraphModule) -> None:
+            compile_regions(gm)
+
+        passes.append(Pass("compile_regions", compile_all, keeps_effects=False))
     if arm.scheduled:
         scheduler = "policy" if config.overlap.scheduler == "off" else config.overlap.scheduler
 
-        def schedule(gm: fx.GraphModule) -> object:
-            return schedule_graph(gm, scheduler=scheduler)
+        def schedule(gm: fx.GraphModule) -> None:
+            schedule_graph(gm, scheduler=scheduler)
 
         passes.append(Pass("schedule", schedule))
-    return trace_step(step, batch, passes)
+    return trace_step(step, batch, passes, source_lines=source_lines)
 
 
 def reference_of(arm: str, arms: Sequence[str], config: Config) -> str | None:

@@ -56,6 +56,7 @@ class Engine:
     forward_backward: ForwardBackward
     expert_names: frozenset[str]
     num_nodes: int | None  # of the graph; None when there is none
+    notes: tuple[str, ...] = ()  # what passes have to tell the user
     progress: Progress = field(default_factory=Progress)
     stop: StopRequest = field(default_factory=StopRequest)
 
@@ -158,6 +159,7 @@ def build_engine(
     if traced is not None and world.size > 1:
         agree_on_order(traced.gm)  # ranks that would launch in another order than their peers hang
     num_nodes = None if traced is None else len(traced.gm.graph.nodes)
+    notes = tuple(note for r in (traced.reports if traced else ()) for note in r.notes)
     return Engine(
         config,
         world,
@@ -167,6 +169,7 @@ def build_engine(
         forward_backward,
         frozenset(model.expert_parameters()),
         num_nodes,
+        notes,
     )
 
 

@@ -39,6 +39,8 @@ def train(config: Config, world: World) -> None:
     engine = build_engine(config, world, arm_of(config), console.working)
     seed_rank(config.debug.seed, world.rank)
     console.line(engine.data.describe())
+    for note in engine.notes:
+        console.line(f"note: {note}")
     if engine.num_nodes is not None:
         console.line(f"the step is one graph of {engine.num_nodes:,} nodes")
     checkpointer = Checkpointer(engine) if config.checkpoint.enabled else None

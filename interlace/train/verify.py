@@ -105,6 +105,8 @@ def _run_arm(config: Config, world: World, arm: str, steps: int, console: Consol
     losses, norms, digests = [], [], []
     with console.working(f"arm {arm}: {steps} steps"):
         engine = build_engine(config, world, ARMS[arm])
+        for note in engine.notes:
+            console.line(f"note: {note}")
         for step in range(steps):
             outcome = compute(engine, step)
             named = {"loss": outcome.loss, "grad_norm": outcome.grad_norm, **outcome.grads}
