@@ -54,7 +54,7 @@ def _check(ranks, tmp_path: Path, flags: list[str], arms: list[str], steps: int)
 
 
 CASES = [
-    ("dsv3-tiny", "learned", 2, LAYERS),
+    pytest.param("dsv3-tiny", "learned", 2, LAYERS, marks=pytest.mark.slow),
     pytest.param("dsv3-tiny", "learned", 2, MOE_BATCH, marks=pytest.mark.slow),
     pytest.param("qwen3-tiny", "learned", 3, MOE_SEQUENCE, marks=pytest.mark.slow),
     pytest.param("dsv3-tiny", "balanced", 4, LAYERS, marks=pytest.mark.slow),
@@ -67,7 +67,9 @@ def test_chunked_arms(two_ranks, tmp_path, preset, routing, chunks, root) -> Non
     _check(two_ranks, tmp_path, _flags(preset, routing, chunks, *root), CHUNKED, 4)
 
 
-@pytest.mark.parametrize("preset", ["dsv3-tiny", "qwen3-tiny"])
+@pytest.mark.parametrize(
+    "preset", ["dsv3-tiny", pytest.param("qwen3-tiny", marks=pytest.mark.slow)]
+)
 def test_plain_arms(two_ranks, tmp_path, preset) -> None:
     _check(two_ranks, tmp_path, _flags(preset, "learned", 1, "--ep.padded"), PLAIN, 4)
 

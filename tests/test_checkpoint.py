@@ -289,7 +289,7 @@ def whole(results: list, degree: int) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("degree", [1, 2, 4])
+@pytest.mark.parametrize("degree", [2, *(pytest.param(d, marks=pytest.mark.slow) for d in (1, 4))])
 def test_any_layout_reads_any_other(four_ranks, tmp_path: Path, degree: int) -> None:
     """Saved by four ranks at one degree, read at every other one and by one process; then trained
     on there and read back.  Oracle: the global tensors, bitwise."""

@@ -122,11 +122,14 @@ def _assert_equals_eager_chunking(model, traced: Traced, chunking: Chunking, los
 
 
 MOE, LAYER = "layers.*.moe", "layers.*"
-FORMS = [
+ALL_FORMS = [
     Chunking(root, n, dim)
     for root, dim in ((MOE, BATCH), (MOE, SEQUENCE), (LAYER, BATCH))
     for n in (2, 3, 4)
 ]
+
+
+FORMS = [c if c.num_chunks == 2 else pytest.param(c, marks=pytest.mark.slow) for c in ALL_FORMS]
 
 
 @pytest.mark.parametrize("chunking", FORMS, ids=lambda c: f"{c.root}-{c.num_chunks}-{c.dim}")
@@ -204,7 +207,7 @@ def test_a_pattern_without_modules_or_exchange_is_refused() -> None:
         _chunked(model, Chunking("layers.*.mix", 2))
 
 
-def _refused(match: str, extra=None, model=None, chunking=FORMS[0]) -> None:
+def _refused(match: str, extra=None, model=None, chunking=ALL_FORMS[0]) -> None:
     with pytest.raises(ValueError, match=match):
         _chunked(model or Net(_exchange(), extra), chunking)
 
@@ -233,7 +236,7 @@ def test_refusals_name_the_line_of_the_model() -> None:
     def branches(x, out):
         return out.cos() if x.shape[0] > 6 else out.sin()
 
-    model, chunking = Net(_exchange(), branches), FORMS[0]
+    model, chunking = Net(_exchange(), branches), ALL_FORMS[0]
     step = Step(model, _loss, boundary=chunking.is_root)
     full = trace_step(step, _batch(), source_lines=True)
     small = trace_step(step, _batch(B // 2), source_lines=True)

@@ -50,6 +50,7 @@ def _watched(rank: int, size: int, arm: str, seed: int | None):
 
 
 @pytest.mark.parametrize(("arm", "runs"), [("eager", 3), ("control", 1)])
+@pytest.mark.slow
 def test_the_order_does_not_depend_on_timing(four_ranks, arm: str, runs: int) -> None:
     plain = four_ranks.run(_watched, arm, None)
     expected, losses = plain[0]

@@ -163,6 +163,7 @@ def test_a_cycle_is_named_with_its_reasons() -> None:
         schedule_graph(gm, extra=extra)
 
 
+@pytest.mark.slow
 def test_the_order_does_not_depend_on_the_hash_seed() -> None:
     code = (
         "import sys; sys.path.insert(0, 'tests'); from test_schedule import *; "

@@ -12,8 +12,8 @@ one that began first; the parts by kind, layer and phase add up to the whole.
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from interlace.measure.complete import (
     unreliable_graphs,
 )
 from interlace.measure.intervals import Cover, Ticks, concurrency, cover, owned, to_us
-from interlace.measure.labels import Labels, label
+from interlace.measure.labels import Labels
 from interlace.measure.names import KINDS, short
 from interlace.measure.trace import COPY, KERNEL, Trace
 
@@ -43,26 +43,41 @@ class Device:
     rows: Ticks
     counted: Cover  # the time that counts
     name: str
-    compute: Cover = field(init=False)
-    comm: Cover = field(init=False)
-    copies: Cover = field(init=False)
-    busy: Cover = field(init=False)
-    exposed: Cover = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.compute, self.comm = self.cover_of(self.compute_rows), self.cover_of(self.comm_rows)
-        self.copies = self.cover_of(self.rows[self.trace.activity[self.rows] == COPY])
-        self.busy = self.cover_of(self.rows[self.trace.activity[self.rows] == KERNEL])
-        self.exposed = self.comm.minus(self.compute)
-
-    @property
+    @cached_property
     def comm_rows(self) -> Ticks:
         return self.rows[self.labels.communication[self.rows]]
 
-    @property
+    @cached_property
     def compute_rows(self) -> Ticks:
         kernels = self.rows[self.trace.activity[self.rows] == KERNEL]
         return kernels[~self.labels.communication[kernels]]
+
+    @cached_property
+    def compute(self) -> Cover:
+        return self.cover_of(self.compute_rows)
+
+    @cached_property
+    def comm(self) -> Cover:
+        return self.cover_of(self.comm_rows)
+
+    @cached_property
+    def copies(self) -> Cover:
+        return self.cover_of(self.rows[self.trace.activity[self.rows] == COPY])
+
+    @cached_property
+    def busy(self) -> Cover:
+        return self.cover_of(self.rows[self.trace.activity[self.rows] == KERNEL])
+
+    @cached_property
+    def exposed(self) -> Cover:
+        return self.comm.minus(self.compute)
+
+    @cached_property
+    def exposed_parts(self) -> Ticks:
+        """Exposed time that belongs to each of comm_rows; together all of it."""
+        start, end = owned(self.trace.start[self.comm_rows], self.trace.end[self.comm_rows])
+        return (end - start) - self.compute.within(start, end)
 
     def cover_of(self, rows: Ticks) -> Cover:
         return cover(self.trace.start[rows], self.trace.end[rows])
@@ -71,9 +86,8 @@ class Device:
         return self.trace.names[self.trace.name[row]]
 
 
-def devices_of(trace: Trace, own: re.Pattern[str] | None = None) -> tuple[list[Device], list[Step]]:
+def devices_of(trace: Trace, labels: Labels) -> tuple[list[Device], list[Step]]:
     """One entry a device with kernels; incomplete steps are left out, unless all are."""
-    labels = label(trace, (lambda name: bool(own.search(name))) if own else None)
     steps = find_steps(trace)
     keep, _ = leave_out(trace, labels.step, steps)
     usable = steps
@@ -96,6 +110,7 @@ def summary(device: Device, steps: list[Step]) -> dict[str, Any]:
     """The figures of one device, ready for JSON; times in microseconds, exact in binary."""
     span = device.counted.total
     comm, exposed = device.comm.total, device.exposed.total
+    windows = windows_of(device)
     alone = device.copies.minus(device.busy).total
     return {
         "rank": device.trace.rank,
@@ -115,8 +130,8 @@ def summary(device: Device, steps: list[Step]) -> dict[str, Any]:
         "by_phase": by(device, device.labels.phase),
         "steps": [_step(device, step) for step in steps],
         "streams": _streams(device),
-        "windows": _windows(device),
-        "ended_by": _ended_by(device),
+        "windows": sorted(windows, key=lambda w: -w["exposed_us"])[:_WORST],
+        "ended_by": _ended_by(windows),
         "kernels": len(device.comm_rows) + len(device.compute_rows),
         "max_concurrency": concurrency(*_kernel_times(device)),
         "reliable": True,
@@ -127,7 +142,7 @@ def summary(device: Device, steps: list[Step]) -> dict[str, Any]:
 def by(device: Device, texts: np.ndarray, order: list[str] | None = None) -> dict[str, Any]:
     """Communication, exposed time and kernels for each text; "unknown" where there is none."""
     rows = device.comm_rows
-    exposed = _exposed_parts(device, rows)
+    exposed = device.exposed_parts
     text_of = texts[rows]
     known = sorted(set(text_of), key=lambda text: _key(text, order))
     if known == [""] and order is None:
@@ -147,12 +162,6 @@ def _key(text: str, order: list[str] | None) -> tuple[bool, int, str]:
     if order is not None:
         return False, order.index(text), ""
     return not text, int(text) if text.isdecimal() else 0, text
-
-
-def _exposed_parts(device: Device, rows: Ticks) -> Ticks:
-    """Exposed time that belongs to each of the kernels; together all of it."""
-    start, end = owned(device.trace.start[rows], device.trace.end[rows])
-    return (end - start) - device.compute.within(start, end)
 
 
 def _kernel_times(device: Device) -> tuple[Ticks, Ticks]:
@@ -190,16 +199,13 @@ def _streams(device: Device) -> list[dict[str, Any]]:
         rows = device.rows[trace.place[device.rows] == code]
         kernels = trace.activity[rows] == KERNEL
         comm = device.labels.communication[rows]
-        mine = device.comm_rows[trace.place[device.comm_rows] == code]
-        exposed = _exposed_parts(device, device.comm_rows)[
-            trace.place[device.comm_rows] == code
-        ].sum()
+        mine = trace.place[device.comm_rows] == code
         result.append({
             "stream": trace.places[code].split("/", 1)[1],
             "kernels": int(kernels.sum()),
             "compute_us": to_us(device.cover_of(rows[kernels & ~comm]).total),
-            "comm_us": to_us(device.cover_of(mine).total),
-            "exposed_us": to_us(exposed),
+            "comm_us": to_us(device.cover_of(device.comm_rows[mine]).total),
+            "exposed_us": to_us(device.exposed_parts[mine].sum()),
             "copy_us": to_us(device.cover_of(rows[~kernels]).total),
         })  # fmt: skip
     return sorted(result, key=lambda s: -(s["compute_us"] + s["comm_us"]))
@@ -241,14 +247,10 @@ def windows_of(device: Device) -> list[dict[str, Any]]:
     return result
 
 
-def _windows(device: Device) -> list[dict[str, Any]]:
-    return sorted(windows_of(device), key=lambda w: -w["exposed_us"])[:_WORST]
-
-
-def _ended_by(device: Device) -> list[dict[str, Any]]:
+def _ended_by(windows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Exposed time by kind and by the kernel that ended it, largest first."""
     sums: dict[tuple[str, str], list[float]] = {}
-    for window in windows_of(device):
+    for window in windows:
         part = sums.setdefault((window["kind"], short(window["ended_by"])), [0.0, 0])
         part[0] += window["exposed_us"]
         part[1] += 1
@@ -276,7 +278,12 @@ def warn(device: Device, figures: dict[str, Any], steps: list[Step], num_ranks: 
     all_lost = bool(steps) and not any(step.complete for step in steps)
     outside = not steps and bool(lost)
     cut = any("cut short" in text or "damaged" in text for text in trace.notes)
-    figures["reliable"] = not (graph or all_lost or outside or cut)
+    silent = num_ranks_of(trace, num_ranks) > 1 and not len(device.comm_rows)
+    figures["reliable"] = not (graph or all_lost or outside or cut or silent)
+
+
+def num_ranks_of(trace: Trace, num_given: int) -> int:
+    return max(num_given, trace.world_size or 1)
 
 
 def _incomplete(trace: Trace, steps: list[Step]) -> str:
@@ -297,7 +304,7 @@ def _incomplete(trace: Trace, steps: list[Step]) -> str:
 
 def _doubts(device: Device, figures: dict[str, Any], num_ranks: int) -> list[str]:
     texts = _unmatched(device)
-    world = max(num_ranks, device.trace.world_size or 1)
+    world = num_ranks_of(device.trace, num_ranks)
     if not len(device.comm_rows):
         if world > 1:
             texts.append(

@@ -8,6 +8,7 @@ autograd engine's, inside the main thread's "backward" range.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -40,9 +41,9 @@ class Labels:
     launch: Ticks  # row of the launch, or -1
 
 
-def label(trace: Trace, is_own: Callable[[str], bool] | None = None) -> Labels:
-    """``is_own``: whether the user calls a kernel of that name communication."""
-    named = [is_communication(n) or bool(is_own and is_own(n)) for n in trace.names]
+def label(trace: Trace, own: re.Pattern[str] | None = None) -> Labels:
+    """``own``: kernels of these names are communication too."""
+    named = [is_communication(name, own) for name in trace.names]
     communication = np.array(named, bool)[trace.name] & (trace.activity == KERNEL)
     launch = launches_of(trace)
     find = _Finder(trace, launch)
@@ -87,7 +88,7 @@ class _Finder:
     def value(
         self, read: Callable[[str], str], *, any_thread: bool = False, by_time: bool = False
     ) -> Strings:
-        """What annotations around the launch say; ``by_time``: without launches, around the event."""
+        """What annotations around the launch say; ``by_time``: or, without launches, the event."""
         trace = self.trace
         host, device = _saying(trace.annotations, read), _saying(trace.device_annotations, read)
         found = np.full(len(trace.start), "", object)
