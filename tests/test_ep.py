@@ -140,6 +140,31 @@ def test_unequal_tokens_are_refused_by_every_rank_in_padded_mode(two_ranks) -> N
         assert "as many tokens on every rank; blocks of rows by rank are [10, 16]" in message
 
 
+def _carriers(rank: int, size: int) -> list[str]:
+    """Which communicator carries what, in order: a plan, a dispatch, a combine."""
+    counts, real, seen = dist.new_group(), dist.all_to_all_single, []
+    ep.register_group(ep.Group("ep", size, rank, "process", dist.group.WORLD, counts))
+
+    def watched(*args, group, **kwargs):
+        seen.append("counts" if group is counts else "rows")
+        return real(*args, group=group, **kwargs)
+
+    dist.all_to_all_single = watched
+    try:
+        x, ids, scores, *_ = _problem(6, 2, rank)
+        plan = ep.plan(ids, E, ep.Exchange("ep", size, rank))
+        ep.combine(ep.dispatch(x, plan), scores, plan)
+    finally:
+        dist.all_to_all_single = real
+        ep.drop_group("ep")
+        dist.destroy_process_group(counts)
+    return seen
+
+
+def test_counts_never_queue_behind_rows(two_ranks) -> None:
+    assert two_ranks.run(_carriers) == [["counts", "rows", "rows"]] * 2
+
+
 def test_overflow_is_counted_and_what_was_cut_counts_as_zero() -> None:
     x, ids, scores, *_ = _problem(6, 2, 3, "all-to-one")
     ep.register_group(ep.Group("mirror", 2, 0, "loopback"))

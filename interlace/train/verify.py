@@ -12,7 +12,6 @@ import gc
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from interlace.train.config import Config
 from interlace.train.console import Console
 from interlace.train.engine import apply, build_engine, compute
 from interlace.train.loop import describe_run, use_deterministic_kernels
-from interlace.train.world import World
+from interlace.train.world import World, gather
 
 
 @dataclass(frozen=True)
@@ -158,7 +157,7 @@ def _compare(
     if first is None:
         return ArmResult(arm, None, True, record.losses, record.norms)
     mine = _first_difference(records[first], record, world.rank)
-    found = [d for d in _gather(mine, world) if d is not None]
+    found = [d for d in gather(mine, world) if d is not None]
     where = min(found, key=lambda d: (d.step, d.rank)) if found else None
     if where is not None:
         where = _look_closer(config, world, first, arm, where, console)
@@ -197,22 +196,12 @@ def _look_closer(
             index = [int(i) for i in unequal.nonzero()[0]]
             a, b = (float(v[tuple(index)]) for v in values)
             shown = Difference(where.step, where.rank, where.tensor, index, b, a)
-    return next(d for d in _gather(shown, world) if d.rank == where.rank and d is not None)
+    return next(d for d in gather(shown, world) if d.rank == where.rank and d is not None)
 
 
 def _bits(tensor: Tensor) -> Tensor:
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.contiguous().view(width[tensor.element_size()])
-
-
-def _gather(value: Any, world: World) -> list[Any]:
-    if world.size == 1:
-        return [value]
-    import torch.distributed as dist
-
-    values: list[Any] = [None] * world.size
-    dist.all_gather_object(values, value)
-    return values
 
 
 def _print_table(results: list[ArmResult], steps: int, console: Console) -> None:
