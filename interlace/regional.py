@@ -1,6 +1,6 @@
-"""Regional Inductor: runs of element-wise and reduction operators of one module call, compiled.
+"""Regional Inductor: element-wise and reduction operators of one module call, compiled.
 
-A region is a run of connected operators of one layer, call, chunk and phase (a norm, an activation
+A region is a set of connected operators of one layer, call, chunk and phase (a norm, an activation
 with its gate, a router's softmax, their backwards).  Matrix products, exchanges, waits, writes and
 random draws are never inside.  A region becomes one node, before anything is scheduled, so that all
 arms of a comparison have the same regions.  Equal regions of different layers are compiled once.
@@ -58,43 +58,61 @@ def compile_regions(gm: fx.GraphModule) -> RegionalReport:
     Ensures: the regions follow from tags and operators alone, so equal steps have equal regions.
              Results keep their shapes, strides and dtypes; their bits are Inductor's.
     """
-    runs = [run for run in find_runs(gm) if sum(map(_computes, run)) >= MIN_OPERATORS]
+    runs = [r for r in find_regions(gm) if sum(map(_computes, r)) >= MIN_OPERATORS]
     keys: dict[fx.Node, Key] = {n: (i, 0) for i, n in enumerate(gm.graph.nodes)}
     distinct = {_replace(gm, run, keys) for run in runs}
     sort_by_key(gm.graph, keys)
     return RegionalReport(len(runs), len(distinct), sum(len(run) for run in runs))
 
 
-def find_runs(gm: fx.GraphModule) -> list[list[fx.Node]]:
-    """Maximal runs in program order; pure.
+def find_regions(gm: fx.GraphModule) -> list[list[fx.Node]]:
+    """The regions of a graph, members in program order; pure.
 
-    A node joins a run that it reads from or shares an operand with: unrelated operators in one
-    region would wait for each other's operands.  A node that is not fused ends a run only for what
-    depends on it: the rest of the run may move before it, which keeps every run convex.
+    They follow from the graph alone and not from its order, so that arms that differ in order have
+    the same ones.  Every node has a depth: the number of times that the longest path to it enters
+    an operator from outside of its region.  A region is what is connected, by data or by a common
+    operand, among fused nodes of one key and one depth.  All edges between regions go deeper, so
+    regions never need each other's results.
     """
-    runs: list[list[fx.Node]] = []
-    run: list[fx.Node] = []
-    members: set[fx.Node] = set()
-    near: set[fx.Node] = set()  # the run and its operands
-    after: set[fx.Node] = set()  # outside of the run and dependent on it
-    key: Any = None
+    depth: dict[fx.Node, int] = {}
+    key: dict[fx.Node, Any] = {}  # of fused nodes
+    parent: dict[Any, Any] = {}
+
+    def find(x: Any) -> Any:
+        while parent[x] is not x:
+            parent[x] = x = parent[parent[x]]
+        return x
+
     for node in gm.graph.nodes:
-        fused = _computes(node)
-        same = (fused or _is_middle_view(node, members)) and _key(node) == key
         operands = node.all_input_nodes
-        if same and not any(x in after for x in operands) and any(x in near for x in operands):
-            run.append(node)
-            members.add(node)
-            near.update(operands, (node,))
+        mine = _key(node) if node.op == "call_function" else None
+        middle = bool(operands) and all(key.get(x) == mine for x in operands)
+        if _is_view(node) and not (middle and _is_fixed(node.meta.get("val"))):
+            depth[node] = max((depth[x] for x in operands), default=0)
             continue
-        if fused:
-            run, key = [node], _key(node)
-            runs.append(run)
-            members, near, after = {node}, {node, *operands}, set()
+        fused = _computes(node) or (_is_view(node) and middle)
+        steps = [depth[x] + (not (fused and key.get(x) == mine)) for x in operands]
+        depth[node] = max(steps, default=0)
+        if not fused:
             continue
-        if any(x in members or x in after for x in operands):
-            after.add(node)
-    return runs
+        key[node] = mine
+        parent[node] = node
+        for x in operands:
+            if key.get(x) == mine and depth[x] == depth[node]:
+                parent[find(node)] = find(x)
+            shared = (x, mine, depth[node])
+            if shared in parent:
+                parent[find(node)] = find(shared)
+            else:
+                parent[shared] = find(node)
+    regions: dict[Any, list[fx.Node]] = {}
+    for node in key:
+        regions.setdefault(find(node), []).append(node)
+    return list(regions.values())
+
+
+def _is_view(node: fx.Node) -> bool:
+    return node.target is operator.getitem or _compat.op_is_view(node.target)
 
 
 def _key(node: fx.Node) -> tuple[Any, ...]:
@@ -112,17 +130,6 @@ def _computes(node: fx.Node) -> bool:
         return False
     values = [node.meta.get("val"), *(x.meta.get("val") for x in node.all_input_nodes)]
     return all(_is_fixed(v) for v in values)
-
-
-def _is_middle_view(node: fx.Node, members: set[fx.Node]) -> bool:
-    """Views and tuple items of a region's own values; a view of an outside value stays outside."""
-    is_view = node.target is operator.getitem or _compat.op_is_view(node.target)
-    return (
-        node.op == "call_function"
-        and is_view
-        and all(x in members for x in node.all_input_nodes)
-        and _is_fixed(node.meta.get("val"))
-    )
 
 
 def _is_fixed(value: Any) -> bool:
