@@ -2,9 +2,9 @@
 
     python benchmarks/verify_matrix.py --out benchmarks/results/FILE.json
 
-Each row is one `interlace verify` of 20 steps, two gloo processes: two layers, width 32, 12 sequences of 24
-tokens a rank.  Plain arms against plain PyTorch, chunked arms against plain PyTorch with chunked
-modules; with compiled regions against the unscheduled trace of each.
+Each row is one `interlace verify` of 20 steps, two gloo processes: two layers, width 32, 12
+sequences of 24 tokens a rank.  Plain arms against plain PyTorch, chunked arms against plain PyTorch
+with chunked modules; with compiled regions against the unscheduled trace of each.
 """
 
 from __future__ import annotations

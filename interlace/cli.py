@@ -229,6 +229,38 @@ def _schedule(argv: list[str]) -> int:
     return 0
 
 
+def _report(argv: list[str]) -> int:
+    parser = _parser("report", "TRACE... [options]")
+    parser.add_argument("traces", nargs="*", type=Path, metavar="TRACE", help="of torch.profiler")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with a timeline")
+    parser.add_argument(
+        "--against", type=Path, action="append", metavar="TRACE",
+        help="show the difference from this one; repeat it for several ranks",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-exposed-ms", type=float, metavar="MS",
+        help="exit with 1 if a rank exposes more communication, or its figures are unreliable",
+    )  # fmt: skip
+    parser.add_argument(
+        "--comm", action="append", default=[], metavar="REGEX",
+        help="kernels of these names are communication too; may be repeated",
+    )  # fmt: skip
+    parser.add_argument("--demo", action="store_true", help="report on a small trace of our own")
+    options, rest = parser.parse_known_intermixed_args(argv)  # so that `A --json x B` works
+    if options.help:
+        print(parser.format_help())
+        return 0
+    if rest:
+        raise ValueError(f"interlace report: unknown argument {rest[0]}; see interlace report -h.")
+    from interlace.measure.command import report_command
+
+    return report_command(
+        options.traces, json_path=options.json, html_path=options.html, against=options.against,
+        max_exposed_ms=options.max_exposed_ms, comm_patterns=options.comm, demo=options.demo,
+    )  # fmt: skip
+
+
 def _doctor(argv: list[str]) -> int:
     parser = _parser("doctor", "[--json]")
     parser.add_argument("--json", action="store_true", help="machine-readable")
@@ -263,6 +295,11 @@ _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str, str]] = {
         _schedule,
         "what may run beside each exchange, what does, and a timeline",
         "interlace schedule dsv3-16b-slim --overlap.chunks 2 --out runs/schedule",
+    ),
+    "report": (
+        _report,
+        "exposed communication of any PyTorch trace, per kind, layer and stream",
+        "interlace report trace.json.gz --html report.html",
     ),
     "doctor": (
         _doctor,

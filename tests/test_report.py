@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from small_traces import A2A, BASE, GEMM, kernel, launch, said, trace, write
+from small_traces import A2A, GEMM, kernel, launch, said, trace, write
 
 from interlace.measure.intervals import concurrency, cover, owned
 from interlace.measure.names import is_communication, own_pattern, short
@@ -89,7 +89,9 @@ def test_all_to_all_with_its_exact_answers(tmp_path: Path) -> None:
     }
     assert [w["start_us"] for w in rank["windows"]] == [100, 250]
     assert [w["ended_by"] for w in rank["windows"]] == [GEMM, GEMM]
-    assert rank["max_concurrency"] == 2 and rank["reliable"] and not rank["notes"][2:]
+    assert rank["max_concurrency"] == 2
+    assert rank["reliable"]
+    assert not rank["notes"]
 
 
 def test_unions_not_sums(tmp_path: Path) -> None:
@@ -101,7 +103,8 @@ def test_unions_not_sums(tmp_path: Path) -> None:
     ]  # fmt: skip
     rank = figures(tmp_path, events)
     assert (rank["compute_us"], rank["comm_us"], rank["exposed_us"]) == (15, 12, 5)
-    assert rank["busy_us"] == rank["span_us"] == 20 and rank["idle_us"] == 0
+    assert rank["busy_us"] == rank["span_us"] == 20
+    assert rank["idle_us"] == 0
     assert rank["max_concurrency"] == 4
     assert rank["by_kind"]["p2p"] == {"comm_us": 12, "exposed_us": 5, "kernels": 2}
 
@@ -109,7 +112,8 @@ def test_unions_not_sums(tmp_path: Path) -> None:
 def test_partly_overlapping_kernels_of_one_stream_count_once(tmp_path: Path) -> None:
     # N7.  [0, 10) and [9, 19) on one stream: both are kept, 19 in the union.
     rank = figures(tmp_path, [kernel(GEMM, 0, 10), kernel("other", 9, 10)])
-    assert rank["compute_us"] == 19 and rank["kernels"] == 2
+    assert rank["compute_us"] == 19
+    assert rank["kernels"] == 2
 
 
 def test_shared_exposed_time_is_split_without_counting_twice(tmp_path: Path) -> None:
@@ -142,8 +146,9 @@ def test_names_old_and_new_of_any_case_are_communication(tmp_path: Path, name: s
 
 @pytest.mark.parametrize(
     "name",
-    ["void flash_fwd_splitkv_combine_kernel<T>(P)", "void f<ncclDataType_t>(int)", "paged_attention",
-     "void at::native::(anonymous namespace)::cat<4>(ncclComm*)", "Memcpy DtoD", "broadcast_add"],
+    ["void flash_fwd_splitkv_combine_kernel<T>(P)", "void f<ncclDataType_t>(int)",
+     "paged_attention", "void at::native::(anonymous namespace)::cat<4>(ncclComm*)", 
+     "Memcpy DtoD", "broadcast_add"],
 )  # fmt: skip
 def test_what_only_looks_like_communication_is_compute(name: str) -> None:
     assert not is_communication(name)
@@ -163,16 +168,19 @@ def test_own_pattern_and_the_note_that_asks_for_it(tmp_path: Path) -> None:
     # Stream 20 carries NCCL [0, 10) and my_transport [10, 30); compute [0, 40).
     events = [kernel(A2A, 0, 10, 20), kernel("my_transport", 10, 20, 20), kernel(GEMM, 0, 40)]
     rank = figures(tmp_path, events)
-    assert "communication stream 20" in warnings(rank) and "my_transport" in warnings(rank)
+    assert "communication stream 20" in warnings(rank)
+    assert "my_transport" in warnings(rank)
     rank = figures(tmp_path, events, comm=["^my_"])
-    assert rank["comm_us"] == 30 and not warnings(rank)
+    assert rank["comm_us"] == 30
+    assert not warnings(rank)
     with pytest.raises(ValueError, match=r"--comm '\(' is not a regular expression"):
         own_pattern(["("])
 
 
 def test_no_communication_among_several_ranks_is_no_good_news(tmp_path: Path) -> None:
     rank = figures(tmp_path, [kernel("strange_collective", 0, 10)], world=8)
-    assert rank["hidden_share"] == 0 and not rank["reliable"]
+    assert rank["hidden_share"] == 0
+    assert not rank["reliable"]
     assert "no communication kernel was found although there are 8 ranks" in warnings(rank)
 
 
@@ -180,9 +188,11 @@ def test_serialised_streams_are_named(tmp_path: Path) -> None:
     # N11: comm [10, 20) between compute [0, 10) and [20, 30), never together.
     events = [kernel(GEMM, 0, 10), kernel(A2A, 10, 10, 20), kernel(GEMM, 20, 10)]
     rank = figures(tmp_path, events)
-    assert rank["max_concurrency"] == 1 and "CUDA_DEVICE_MAX_CONNECTIONS" in warnings(rank)
+    assert rank["max_concurrency"] == 1
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" in warnings(rank)
     rank = figures(tmp_path, [kernel(GEMM, 0, 11), *events[1:]])
-    assert rank["max_concurrency"] == 2 and not warnings(rank)
+    assert rank["max_concurrency"] == 2
+    assert not warnings(rank)
 
 
 # --- labels ---------------------------------------------------------------------------------------
@@ -234,7 +244,7 @@ def test_replayed_kernels_get_their_labels_by_order(tmp_path: Path) -> None:
         "ep_dispatch": 3, "ep_combine": 3,
     }  # fmt: skip
     assert {k: v["kernels"] for k, v in rank["by_layer"].items()} == {"0": 3, "1": 3}
-    assert "4 of 24 kernels of graph replays have a layer" in warnings(rank)
+    assert "4 of 24 kernels of graph replays have a layer" in rank["notes"][0]["text"]
     assert rank["reliable"]
 
 
@@ -280,4 +290,4 @@ def test_two_devices_of_one_file_are_two_entries(tmp_path: Path) -> None:
 def test_short_names() -> None:
     assert short(GEMM) == "device_kernel<Gemm>"
     assert short("void at::native::(anonymous namespace)::cat<4>(int)") == "cat<4>"
-    assert re.fullmatch(r".{59}…", short("x" * 90)) and BASE > 0
+    assert re.fullmatch(r".{59}…", short("x" * 90))

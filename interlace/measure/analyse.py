@@ -131,7 +131,7 @@ def summary(device: Device, steps: list[Step]) -> dict[str, Any]:
         "steps": [_step(device, step) for step in steps],
         "streams": _streams(device),
         "windows": sorted(windows, key=lambda w: -w["exposed_us"])[:_WORST],
-        "ended_by": _ended_by(windows),
+        "ended_by": _ended_by(device, windows),
         "kernels": len(device.comm_rows) + len(device.compute_rows),
         "max_concurrency": concurrency(*_kernel_times(device)),
         "reliable": True,
@@ -247,17 +247,33 @@ def windows_of(device: Device) -> list[dict[str, Any]]:
     return result
 
 
-def _ended_by(windows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Exposed time by kind and by the kernel that ended it, largest first."""
-    sums: dict[tuple[str, str], list[float]] = {}
-    for window in windows:
-        part = sums.setdefault((window["kind"], short(window["ended_by"])), [0.0, 0])
-        part[0] += window["exposed_us"]
-        part[1] += 1
-    ranked = sorted(sums.items(), key=lambda item: -item[1][0])[:_WORST]
+def _ended_by(device: Device, windows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Exposed time by kind and by the kernel that ended its window, largest first."""
+    exposed, rows = device.exposed, device.comm_rows
+    start, end = owned(device.trace.start[rows], device.trace.end[rows])
+    order = np.argsort(end, kind="stable")
+    order = order[end[order] > start[order]]
+    edges = np.sort(np.concatenate([exposed.start, exposed.end, end[order]]))
+    left, right = edges[:-1], edges[1:]
+    pieces = np.flatnonzero(exposed.within(left, right) > 0)
+    owner = order[np.searchsorted(end[order], left[pieces], "right")]
+    window = np.searchsorted(exposed.end, left[pieces], "right")
+    kinds = device.labels.kind[rows[owner]]
+    sums: dict[tuple[str, str], int] = {}
+    counts: dict[tuple[str, str], set[int]] = {}
+    for piece, kind, number in zip(pieces, kinds, window, strict=True):
+        key = (kind, short(windows[number]["ended_by"]))
+        sums[key] = sums.get(key, 0) + int(right[piece] - left[piece])
+        counts.setdefault(key, set()).add(int(number))
+    ranked = sorted(sums, key=lambda key: -sums[key])[:_WORST]
     return [
-        {"kind": kind, "ended_by": name, "exposed_us": total, "windows": count}
-        for (kind, name), (total, count) in ranked
+        {
+            "kind": key[0],
+            "ended_by": key[1],
+            "exposed_us": to_us(sums[key]),
+            "windows": len(counts[key]),
+        }
+        for key in ranked
     ]
 
 
@@ -267,17 +283,15 @@ def _ended_by(windows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def warn(device: Device, figures: dict[str, Any], steps: list[Step], num_ranks: int) -> None:
     """Fill in ``notes`` and ``reliable``: what makes the figures less than they seem."""
     trace, notes = device.trace, figures["notes"]
-    for text in trace.notes:
-        level = "note" if "does not say" in text else "warning"
-        notes.append({"level": level, "text": text})
+    notes += [{"level": "note", "text": text} for text in trace.notes]
     graph = unreliable_graphs(trace)
     lost = _incomplete(trace, steps)
-    for text in (graph, lost, *_doubts(device, figures, num_ranks)):
+    for text in (*trace.warnings, graph, lost, *_doubts(device, figures, num_ranks)):
         if text:
             notes.append({"level": "warning", "text": text})
     all_lost = bool(steps) and not any(step.complete for step in steps)
     outside = not steps and bool(lost)
-    cut = any("cut short" in text or "damaged" in text for text in trace.notes)
+    cut = any("cut short" in text or "damaged" in text for text in trace.warnings)
     silent = num_ranks_of(trace, num_ranks) > 1 and not len(device.comm_rows)
     figures["reliable"] = not (graph or all_lost or outside or cut or silent)
 

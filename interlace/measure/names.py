@@ -6,6 +6,7 @@ compute kernels can be complete.
 
 from __future__ import annotations
 
+import functools
 import re
 
 KINDS = {
@@ -124,6 +125,7 @@ def _first(rules: tuple[tuple[str, re.Pattern[str]], ...], text: str) -> str:
     return next((kind for kind, pattern in rules if text and pattern.search(text)), "")
 
 
+@functools.lru_cache(maxsize=4096)
 def short(name: str, length: int = 60) -> str:
     """A kernel's name for people: no return type, no parameters, no namespaces in front."""
     text = name.removeprefix("void ").replace("(anonymous namespace)::", "")

@@ -17,7 +17,7 @@ from interlace.measure.trace import Trace
 
 
 def label_replays(traced: list[tuple[Trace, Labels]]) -> None:
-    """Fill in the labels of replayed kernels, from an eager step of the same trace or of another."""
+    """Fill in labels of replayed kernels, from an eager step of the same trace or of another."""
     references = [_reference(trace, labels) for trace, labels in traced]
     for index, (trace, labels) in enumerate(traced):
         replayed = np.flatnonzero(graph_rows(trace, labels.launch))

@@ -76,7 +76,10 @@ class TraceReader(Generic[E]):
                 try:
                     data = unzip.decompress(block, _BLOCK_BYTES)
                 except zlib.error:
-                    self.notes.append("the gzip data is damaged; what came before it was read.")
+                    self.notes.append(
+                        f"the gzip data is damaged after byte {self._offset + len(self._text)} of "
+                        f"its content; what came before was read."
+                    )
                     return
                 if data:
                     yield data
@@ -87,8 +90,11 @@ class TraceReader(Generic[E]):
                         break
                     unzip = zlib.decompressobj(wbits=31)
         if not unzip.eof:
-            self.notes.append("the gzip data is cut short; what came before its end was read.")
             yield unzip.flush()
+            self.notes.append(
+                f"the gzip data is cut short after byte {self._offset + len(self._text)} of its "
+                f"content; what came before was read."
+            )
 
     def _fill(self) -> bool:
         block = next(self._blocks, b"")
@@ -114,14 +120,14 @@ class TraceReader(Generic[E]):
             if not cut:
                 continue
             piece = bytes(self._text[:cut])
-            events, used = self._decode(piece)
+            events, end = self._decode(piece)
             if events is None and more and joined < _MAX_JOINED:
                 joined += 1  # cut inside a nested list, or inside a text
                 continue
             joined = 0
             if events is None:
-                events, used = self._salvage(piece)
-            self._finish(piece, used, last=not more)
+                events, end = self._salvage(piece)
+            self._finish(piece, end, last=not more)
             self._num_events += len(events)
             yield events
         self._close()
@@ -148,11 +154,13 @@ class TraceReader(Generic[E]):
 
     def _no_list(self) -> str:
         text = bytes(self._text)
+        if self.notes:
+            return f"{self.path} holds no readable trace: {self.notes[0]}  Write it again."
         if not text.strip():
-            return f"{self.path} is empty; name a trace of torch.profiler."
+            return f"{self.path} is empty (0 bytes of JSON); name a trace of torch.profiler."
         try:
             msgspec.json.decode(text)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             at = _byte_of(error, len(text))
             return (
                 f"{self.path} is not a trace: expected JSON with traceEvents, found "
@@ -174,27 +182,29 @@ class TraceReader(Generic[E]):
                 return 0
             window *= 16
 
-    def _decode(self, piece: bytes) -> tuple[list[E] | None, int]:
-        """Events of a piece, and how much of it the list takes; None if it does not parse."""
+    def _decode(self, piece: bytes) -> tuple[list[E] | None, int | None]:
+        """Events of a piece, None if it does not parse; and where the list ends, if it does."""
         text = b"[" + piece + b"]"
         try:
-            return self._decoder.decode(text), len(piece)
+            return self._decoder.decode(text), None
         except msgspec.DecodeError as error:
             if "trailing characters" not in str(error):
-                return None, len(piece)
+                return None, None
             end = text.rfind(b"]", 0, _byte_of(error, 1) - 1) + 1  # the list ends before its byte
+        except RecursionError:
+            return None, None
         try:
             return self._decoder.decode(text[:end]), end - 1
         except msgspec.DecodeError:
-            return None, len(piece)
+            return None, None
 
-    def _finish(self, piece: bytes, used: int, *, last: bool) -> None:
+    def _finish(self, piece: bytes, end: int | None, *, last: bool) -> None:
         """Take a piece off the text, and the comma after it."""
-        if used < len(piece):
+        if end is not None:
             self._ended = True
-            self._drop(used)
+            self._drop(end)
             return
-        self._drop(used)
+        self._drop(len(piece))
         if last:
             return
         while not (comma := _leading_comma(self._text)):
@@ -235,56 +245,54 @@ class TraceReader(Generic[E]):
 
     # --- damage -----------------------------------------------------------------------------------
 
-    def _salvage(self, piece: bytes) -> tuple[list[E], int]:
-        """What can be read of a piece that does not parse."""
+    def _salvage(self, piece: bytes) -> tuple[list[E], int | None]:
+        """What can be read of a piece that does not parse; and where the list ends, if it does."""
         mended = mend(piece)
         if mended != piece:
-            events, used = self._decode(mended)
-            if events is not None and used == len(mended):
+            events, end = self._decode(mended)
+            if events is not None and end is None:
                 self._count_mended(piece)
-                return events, len(piece)
+                return events, None
         found: list[E] = []
-        start = 0
-        ends = [match.start() + 1 for match in _BORDER.finditer(piece)] + [len(piece)]
-        index = 0
-        while index < len(ends):
-            events, used, index = self._one(piece, start, ends, index)
+        start = index = 0
+        borders = [match.start() + 1 for match in _BORDER.finditer(piece)] + [len(piece)]
+        while index < len(borders):
+            events, end, index = self._one(piece, start, borders, index)
             found += events
-            if start + used < ends[index - 1]:
-                return found, start + used
-            start = ends[index - 1]
+            if end is not None:
+                return found, start + end
+            start = borders[index - 1]
             start += _leading_comma(piece[start : start + 4096])
-        return found, len(piece)
+        return found, None
 
     def _one(
-        self, piece: bytes, start: int, ends: list[int], index: int
-    ) -> tuple[list[E], int, int]:
+        self, piece: bytes, start: int, borders: list[int], index: int
+    ) -> tuple[list[E], int | None, int]:
         """One event from ``start``; the borders inside it, if any, are skipped."""
-        for last in range(index, min(index + _MAX_NEIGHBOURS, len(ends))):
-            text = piece[start : ends[last]]
-            events, used = self._decode(text)
+        for last in range(index, min(index + _MAX_NEIGHBOURS, len(borders))):
+            text = piece[start : borders[last]]
+            events, end = self._decode(text)
             if events is None and (mended := mend(text)) != text:
-                events, used = self._decode(mended)
+                events, end = self._decode(mended)
                 if events is not None:
                     self._count_mended(text, start)
                     # A mended text is longer; what follows its list is found in the original.
-                    if used < len(mended):
-                        used = len(text) - (len(mended) - used)
+                    end = None if end is None else max(len(text) - (len(mended) - end), 0)
             if events is not None:
-                return events, used, last + 1
-        if index + 1 == len(ends) and b"]" not in piece[start:]:
-            return [], len(piece) - start, index + 1  # cut short, which is told elsewhere
+                return events, end, last + 1
+        is_last = index + 1 == len(borders)
+        if is_last and b"]" not in piece[start:]:
+            return [], None, index + 1  # cut short, which is told elsewhere
         self._num_lost += 1
         self._note_fault(start)
-        closed = piece.find(b"]", start) if index + 1 == len(ends) else -1
-        used = closed + 1 - start if closed >= 0 else ends[index] - start
-        return [], used, index + 1
+        closed = piece.find(b"]", start) if is_last else -1
+        return [], closed + 1 - start if closed >= 0 else None, index + 1
 
     def _count_mended(self, text: bytes, start: int = 0) -> None:
         self._num_mended += 1
         try:
             self._decoder.decode(b"[" + text + b"]")
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             self._note_fault(start + _byte_of(error, 1) - 1)
 
     def _note_fault(self, at: int) -> None:
@@ -297,7 +305,7 @@ class TraceReader(Generic[E]):
                 fields = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
             except msgspec.DecodeError:
                 fields = msgspec.json.decode(mend(text), type=dict[str, msgspec.Raw])
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             at = offset + max(_byte_of(error, 1) - 1, 0)
             self.notes.append(f"fields outside traceEvents are unreadable at byte {at}.")
             return
@@ -319,8 +327,8 @@ def mend(text: bytes) -> bytes:
 
 
 def _leading_comma(text: bytes | bytearray) -> int:
-    """Length of the white space and the comma that the text begins with."""
-    match = re.match(rb"\s*,", text)
+    """Length of the comma that the text begins with, and of the white space around it."""
+    match = re.match(rb"\s*,\s*", text)
     return match.end() if match else 0
 
 
@@ -331,4 +339,5 @@ def _byte_of(error: Exception, otherwise: int) -> int:
 
 def _plain(error: Exception) -> str:
     text = _BYTE.sub("", str(error)).strip().removeprefix("JSON is malformed: ")
+    text = text.partition(" - at")[0]
     return "the end of the data" if "truncated" in text else text

@@ -48,7 +48,7 @@ def build_report(
     num_ranks = len({trace.rank for trace, _ in traced})
     for (trace, _), (of_file, steps) in zip(traced, found, strict=True):
         if not of_file:
-            notes.append({"level": "warning", "text": _no_kernels(trace.path, trace.notes)})
+            notes.append({"level": "warning", "text": _no_kernels(trace.path, trace.warnings)})
         for device in of_file:
             entry = summary(device, steps)
             warn(device, entry, steps, num_ranks)
@@ -61,8 +61,7 @@ def build_report(
     return Report({"ranks": ranks, "notes": notes}, devices)
 
 
-def _no_kernels(path: str, notes: list[str]) -> str:
-    damage = [text for text in notes if "does not say" not in text]
+def _no_kernels(path: str, damage: list[str]) -> str:
     return " ".join([
         f"{path} has no GPU kernels; record the trace with ProfilerActivity.CUDA on a machine with "
         f"a GPU.",

@@ -80,7 +80,8 @@ class Trace:
     rank: int | None = None
     world_size: int | None = None
     base_ns: int = 0
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what the file does not say
+    warnings: list[str] = field(default_factory=list)  # what is damaged or was left out
     names: list[str] = field(default_factory=list)  # what name codes mean
     places: list[str] = field(default_factory=list)  # what place codes mean: "device/stream"
     groups: list[tuple[str, str, str, str]] = field(default_factory=list)
@@ -108,7 +109,7 @@ def load_trace(path: Path, progress: Callable[[int], None] | None = None) -> Tra
     for batch in reader.batches():
         columns.add(batch)
     trace = columns.finish(str(path))
-    trace.notes[:0] = reader.notes
+    trace.warnings[:0] = reader.notes
     _read_fields(trace, reader.fields)
     return trace
 
@@ -240,7 +241,7 @@ class _Columns:
 
 def _count(trace: Trace, mask: NDArray[np.bool_], text: str) -> None:
     if count := int(mask.sum()):
-        trace.notes.append(f"{count} {text}")
+        trace.warnings.append(f"{count} {text}")
 
 
 _NO_TIME = -(1 << 62)
@@ -255,7 +256,7 @@ def _ticks(texts: Sequence[bytes]) -> Ticks:
     bad = ~(np.abs(values) < _MAX_US)
     ticks = np.rint(np.where(bad, 0, values) * TICKS_PER_US).astype(np.int64)
     ticks[bad] = _NO_TIME
-    for row in np.flatnonzero(~bad & (np.abs(values) >= _EXACT_US)):
+    for row in map(int, np.flatnonzero(~bad & (np.abs(values) >= _EXACT_US))):
         ticks[row] = _exact(texts[row])
     return ticks
 

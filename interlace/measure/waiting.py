@@ -47,17 +47,15 @@ def add_waiting(devices: list[Device], figures: list[dict[str, Any]]) -> list[st
 
 def _sequences(device: Device) -> dict[Key, Ticks]:
     """Rows of each (name, stream, group) in order of time."""
-    trace, found = device.trace, {}
-    rows = device.comm_rows
-    rows = rows[~np.isin(device.labels.kind[rows], list(_FIXED_PARTNER))]
-    keys = [
-        (trace.names[trace.name[row]], trace.places[trace.place[row]].split("/", 1)[1],
-         "/".join(trace.groups[trace.group[row]][2:]) if trace.group[row] >= 0 else "")
-        for row in rows
-    ]  # fmt: skip
-    for key in dict.fromkeys(keys):
-        found[key] = rows[np.array([other == key for other in keys], bool)]
-    return found
+    trace = device.trace
+    found: dict[Key, list[int]] = {}
+    for row in device.comm_rows:
+        if device.labels.kind[row] in _FIXED_PARTNER:
+            continue
+        group = "/".join(trace.groups[trace.group[row]][2:]) if trace.group[row] >= 0 else ""
+        stream = trace.places[trace.place[row]].split("/", 1)[1]
+        found.setdefault((trace.names[trace.name[row]], stream, group), []).append(int(row))
+    return {key: np.array(rows, np.int64) for key, rows in found.items()}
 
 
 def _same_group(key: Key, devices: list[Device], holders: list[int]) -> list[list[int]]:
