@@ -37,9 +37,12 @@ def four_ranks() -> Iterator[Ranks]:
     yield from _ranks(4)
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpus = torch.cuda.device_count()
     for item in items:
+        if "four_ranks" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.slow)  # four processes take long to start on two cores
         for marker, needed in (("gpu", 1), ("multi_gpu", 2)):
             if item.get_closest_marker(marker) and gpus < needed:
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device(s): {gpus}"))

@@ -70,6 +70,7 @@ def test_chunked_arms(two_ranks, tmp_path, preset, routing, chunks, root) -> Non
 @pytest.mark.parametrize(
     "preset", ["dsv3-tiny", pytest.param("qwen3-tiny", marks=pytest.mark.slow)]
 )
+@pytest.mark.slow
 def test_plain_arms(two_ranks, tmp_path, preset) -> None:
     _check(two_ranks, tmp_path, _flags(preset, "learned", 1, "--ep.padded"), PLAIN, 4)
 

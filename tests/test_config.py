@@ -111,6 +111,7 @@ def test_each_mistake_is_one_message(flags: list[str], world_size: int, parts: l
         assert part in message
 
 
+@pytest.mark.slow
 def test_same_messages_under_python_O() -> None:
     here = Path(__file__).parent
     code = (

@@ -36,6 +36,7 @@ def run(code: str, timeout: float = 60) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.slow
 def test_every_module_imports_without_optional_packages() -> None:
     run(
         "hide('triton', 'flash_attn', 'flash_attn_interface', 'deep_ep', 'transformers')\n"

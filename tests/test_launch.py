@@ -92,6 +92,7 @@ time.sleep(100)
     assert all_gone(pids(tmp_path, 3), 0.1)
 
 
+@pytest.mark.slow
 def test_a_worker_deaf_to_sigterm_is_killed(tmp_path: Path) -> None:
     body = """
 signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -108,7 +108,10 @@ def references() -> dict:
 
 
 @pytest.mark.parametrize("preset", ["dsv3-tiny", "qwen3-tiny"])
-@pytest.mark.parametrize(("microbatches", "padded"), [(1, False), (3, False), (2, True)])
+@pytest.mark.parametrize(
+    ("microbatches", "padded"),
+    [(1, False), (2, True), pytest.param(3, False, marks=pytest.mark.slow)],
+)
 def test_two_ranks_share_the_experts(two_ranks, references, preset, microbatches, padded) -> None:
     results = two_ranks.run(_two_steps, 2, preset, microbatches, padded)
     check_layout(results, 2, references[preset])
@@ -121,6 +124,7 @@ def test_four_ranks_in_every_layout(four_ranks, references, degree: int) -> None
 
 
 @pytest.mark.parametrize("microbatches", [2, 3, 4])
+@pytest.mark.slow
 def test_microbatches_add_up(references, microbatches: int) -> None:
     check_layout([_two_steps(0, 1, 1, "qwen3-tiny", microbatches)], 1, references["qwen3-tiny"])
 

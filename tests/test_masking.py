@@ -93,6 +93,7 @@ def check(results: list, degree: int, expected: dict, tolerance: float = TOLERAN
         (1, "chunk-eager", 4),
     ],
 )
+@pytest.mark.slow
 def test_every_layout_against_one_process(
     four_ranks, tmp_path: Path, microbatches: int, arm: str, degree: int
 ) -> None:
@@ -120,6 +121,7 @@ def test_every_layout_against_one_process(
 
 
 @pytest.mark.parametrize("arm", ["eager", "control"])
+@pytest.mark.slow
 def test_what_lies_in_the_padding_does_not_matter(tmp_path: Path, arm: str) -> None:
     """Field report F5: other ids at padding change no count, loss, price, or gradient bit."""
     config = padded_config(tmp_path, model__balance_loss_weight=0.1)
@@ -226,6 +228,7 @@ def _no_updates(config):
 
 
 @pytest.mark.parametrize("preset", ["dsv3-tiny", "qwen3-tiny"])
+@pytest.mark.slow
 def test_the_balance_gradient_does_not_depend_on_the_split(preset: str) -> None:
     """Field report F4: the same tokens as 1, 3 and 12 microbatches, and with chunked layers; on
     several ranks: above."""

@@ -71,9 +71,12 @@ def test_a_common_operand_connects_and_nothing_else_does() -> None:
     assert _regions(gm, made) == [[2, 3], [4], [5]]
 
 
-@pytest.mark.parametrize("preset", ["dsv3-tiny", "qwen3-tiny"])
+@pytest.mark.parametrize(
+    "preset", ["qwen3-tiny", pytest.param("dsv3-tiny", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("routing", ["balanced", pytest.param("learned", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("root", [pytest.param(MOE, marks=pytest.mark.slow), LAYER])
+@pytest.mark.slow
 def test_chunked_arms_have_the_same_regions(preset: str, routing: str, root: str) -> None:
     """Graph chunking orders nodes otherwise than the trace of eager chunking."""
     flags = [preset, "--model.num_layers", "2", "--model.dim", "32", "--model.routing", routing]

@@ -85,6 +85,7 @@ def _run(gm: fx.GraphModule) -> list[torch.Tensor]:
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 10**9), scheduler=st.sampled_from(["policy", "cost"]))
+@pytest.mark.slow
 def test_every_schedule_keeps_every_edge_and_every_bit(seed: int, scheduler: str) -> None:
     """Oracle: the program order itself, run; writes, draws and transfers included."""
     gm = random_graph(seed)

@@ -32,7 +32,7 @@ def _config(**changes):
     )
 
 
-@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("chunks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_command_writes_report_and_picture(
     chunks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -112,6 +112,7 @@ def _renamed(b: Builder) -> Builder:
     return b
 
 
+@pytest.mark.slow
 def test_a_slower_network_exposes_more_and_deep_models_are_shown_in_part() -> None:
     gm = unscheduled_graph(_config(overlap__chunks=2))
     fast = simulate(gm.graph.nodes, Machine(launch_us=0.0, collective_us=0.0))

@@ -60,7 +60,7 @@ def _outputs(step: Step, traced: Traced) -> list[torch.Tensor]:
     return [result.loss, *result.grads.values(), *result.extra.values()]
 
 
-@pytest.mark.parametrize("scheduler", ["policy", "cost"])
+@pytest.mark.parametrize("scheduler", ["policy", pytest.param("cost", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("num_chunks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("root", ["layers.*.moe", "layers.*"])
 def test_a_scheduled_step_has_the_same_bits(scheduler: str, num_chunks: int, root: str) -> None:
@@ -90,7 +90,8 @@ def test_poisoned_buffers_survive_any_schedule(num_chunks: int) -> None:
 
 
 @pytest.mark.parametrize("preset", ["dsv3-tiny", "qwen3-tiny"])
-@pytest.mark.parametrize("chunks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.slow
 def test_traced_models_have_the_same_bits_when_scheduled(preset: str, chunks: int) -> None:
     """The step of a preset over a loopback of two ranks."""
     config = small_config(
@@ -139,6 +140,7 @@ def _meta_config(preset: str, layers: int, **changes) -> Config:
     "preset", ["dsv3-16b-slim", pytest.param("qwen3-30b-slim", marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("root", ["layers.*.moe", pytest.param("layers.*", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_the_last_combine_goes_before_both_weight_gradients_in_every_layer(
     preset: str, root: str
 ) -> None:

@@ -91,6 +91,7 @@ def test_digest_sees_every_bit_and_every_swap(n: int, kind: str, data) -> None:
     assert (digest(swapped) == digest(x)) == torch.equal(swapped, x)
 
 
+@pytest.mark.slow
 def test_digest_tells_minus_zero_and_works_in_pieces() -> None:
     assert digest(torch.tensor([0.0])) != digest(torch.tensor([-0.0]))
     long = torch.zeros((1 << 24) + 3, dtype=torch.uint8)
