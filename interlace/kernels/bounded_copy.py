@@ -2,7 +2,7 @@
 
 A bounded launch stands for a slower link on one GPU, and keeps an exchange from taking the compute
 beside it.  Without a claim the scheduler piles the CTAs of such a launch on one SM as soon as other
-work fills the rest (shared/machine-figures.md, 2026-11-29), so each CTA asks for more than half of
+work fills the rest (seen on an H200, 2026-11-29), so each CTA asks for more than half of
 an SM's shared memory and never touches it.  Triton allocates only what a kernel uses, and compiling
 CUDA at run time needs a toolkit; PTX and the driver's launch are always there: the kernel is PTX.
 
