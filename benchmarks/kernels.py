@@ -36,7 +36,7 @@ from interlace.kernels.slot_reduce import slot_reduce, slot_reduce_ref
 TOKENS, HIDDEN, TOP_K = 16384, 2048, 8
 REPEATS, WARM_UP = 30, 3
 CTAS = (1, 2, 4, 8, 16, 132)
-EXPECTED_GB_S = {1: 48, 2: 75, 4: 151, 8: 300, 16: 577}  # of a bounded Triton copy, one H200, 2026-11-29
+EXPECTED_GB_S = {1: 48, 2: 75, 4: 151, 8: 300, 16: 577}  # a Triton copy
 COPY_BYTES = 64 << 20
 # Against float64: half a unit of bfloat16, a unit of float32, each of the result's own size, and
 # what float32 sums may lose of the sum of magnitudes.
