@@ -248,6 +248,40 @@ def test_replayed_kernels_get_their_labels_by_order(tmp_path: Path) -> None:
     assert rank["reliable"]
 
 
+@pytest.mark.parametrize(("second_at", "kinds"), [
+    (20, {"ep_dispatch": 2, "ep_combine": 2}),  # one after the other, on streams of the graph's own
+    (5, {"p2p": 2, "ep_dispatch": 1, "ep_combine": 1}),  # at once: who was first is chance
+])  # fmt: skip
+def test_a_chain_over_several_streams_of_a_replay_keeps_its_order(
+    tmp_path: Path, second_at: int, kinds: dict[str, int]
+) -> None:
+    step = [said("ProfilerStep#0", 0, 50)]
+    for index, text in enumerate(["layers.0 forward dispatch", "layers.1 backward combine"]):
+        step += [said(text, 10 * index, 10 * index + 5), launch(index, 10 * index + 1)]
+        step.append(kernel(A2A, 100 + 20 * index, 10, 20, index))
+    replay = [launch(50, 150, "cudaGraphLaunch")]
+    replay += [kernel(A2A, 200 + second_at * n, 10, 33 + n, 50) for n in range(2)]
+    rank = figures(tmp_path, step + replay)
+    assert {k: v["kernels"] for k, v in rank["by_kind"].items()} == kinds
+
+
+def test_streams_of_a_replay_are_no_communication_streams(tmp_path: Path) -> None:
+    # Two replays whose exchange shares a stream with products, and a product on another stream.
+    events = []
+    for number, at in enumerate((0, 1000)):
+        events.append(launch(50 + number, at, "cudaGraphLaunch"))
+        events += [kernel(A2A, at + 100, 40, 33, 50 + number)]
+        events += [kernel(GEMM, at + 200 + 20 * n, 10, 33, 50 + number) for n in range(10)]
+        events += [kernel(GEMM, at + 110 + 20 * n, 15, 34, 50 + number) for n in range(20)]
+    rank = figures(tmp_path, events)
+    assert not [note for note in rank["notes"] if note["level"] == "warning"]
+    plain = [
+        e | {"name": "cudaLaunchKernel"} if e["name"] == "cudaGraphLaunch" else e for e in events
+    ]
+    rank = figures(tmp_path, plain)
+    assert "on communication stream 33 match no communication pattern" in str(rank["notes"])
+
+
 # --- several ranks --------------------------------------------------------------------------------
 
 

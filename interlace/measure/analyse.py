@@ -21,6 +21,7 @@ import numpy as np
 from interlace.measure.complete import (
     Step,
     find_steps,
+    graph_rows,
     leave_out,
     num_missing,
     unreliable_graphs,
@@ -335,20 +336,26 @@ def _doubts(device: Device, figures: dict[str, Any], num_ranks: int) -> list[str
 
 
 def _unmatched(device: Device) -> list[str]:
-    """Kernels on a communication stream that no pattern takes for communication."""
+    """Kernels on a communication stream that no pattern takes for communication.
+
+    The streams of a graph's replay are its own choice and say nothing of what a kernel does.
+    """
     trace, texts = device.trace, []
-    place_of = trace.place[device.compute_rows]
+    replayed = graph_rows(trace, device.labels.launch)
+    compute_rows = device.compute_rows[~replayed[device.compute_rows]]
+    comm_rows = device.comm_rows[~replayed[device.comm_rows]]
+    place_of = trace.place[compute_rows]
     times = {
-        int(code): device.cover_of(device.compute_rows[place_of == code]).total
+        int(code): device.cover_of(compute_rows[place_of == code]).total
         for code in np.unique(place_of)
     }
     main = max(times, key=lambda code: times[code], default=-1)
-    for code in np.unique(trace.place[device.comm_rows]):
-        comm = device.cover_of(device.comm_rows[trace.place[device.comm_rows] == code]).total
+    for code in np.unique(trace.place[comm_rows]):
+        comm = device.cover_of(comm_rows[trace.place[comm_rows] == code]).total
         other = times.get(int(code), 0)
         if not other or comm < _CARRIES * (comm + other) or (code == main and comm < other):
             continue
-        rows = device.compute_rows[place_of == code]
+        rows = compute_rows[place_of == code]
         names, counts = np.unique(trace.name[rows], return_counts=True)
         top = [short(trace.names[names[i]], 40) for i in np.argsort(-counts)[:3]]
         texts.append(

@@ -22,6 +22,7 @@ KINDS = {
 # In front of the parameters and template arguments of a kernel; any namespace may come before.
 _COMMUNICATION = re.compile(
     r"(?<![a-z])_*(?:nccl|rccl|mscclpp|msccl|nvshmem|deep_?ep|hybrid_?ep|bounded_copy"
+    r"|push_rows|ep_signal"
     r"|page_?stash|page_?reload|paged_?stash|all_?to_?all|(?:one|two)_shot_all_?reduce"
     r"|multimem_all|cross_device_reduce)",
     re.IGNORECASE,
@@ -32,7 +33,8 @@ _DIRECTED = (
     ("ep_combine", re.compile(r"combine", re.I)),
 )
 _GENERAL = (
-    ("ep", re.compile(r"all_?to_?all|(?<![a-z])a2a|deep_?ep|hybrid_?ep|bounded_copy", re.I)),
+    ("ep", re.compile(r"all_?to_?all|(?<![a-z])a2a|deep_?ep|hybrid_?ep|bounded_copy|push_rows"
+                      r"|ep_signal", re.I)),
     (
         "data_parallel",
         re.compile(r"all_?reduce|reduce_?scatter|all_?gather|broadcast|device_reduce|:_?reduce"

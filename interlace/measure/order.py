@@ -3,7 +3,8 @@
 A replay is one launch, so annotations around it say nothing of its kernels.  The step that was
 traced uncaptured runs the same kernels in the same order: the n-th kernel of a name in a replay is
 the n-th of that name in such a step.  This is claimed only where the name occurs equally often in
-both and on one stream in both, so that its order is fixed.
+both, and on one stream in the step: its kernels were captured as a chain, so their order is fixed.
+A replay may spread such a chain over streams of its own choice, but no two of it ever overlap.
 """
 
 from __future__ import annotations
@@ -57,19 +58,22 @@ def _reference(trace: Trace, labels: Labels) -> Reference:
     }
 
 
-def _by_name(trace: Trace, rows: Ticks) -> dict[str, Ticks]:
-    """Rows of each kernel name that keeps to one stream, in order of time."""
+def _by_name(trace: Trace, rows: Ticks, *, replayed: bool = False) -> dict[str, Ticks]:
+    """Rows of each kernel name that keeps to one stream, in order of time; of a replay also those
+    that follow each other over several."""
     found = {}
     for code in np.unique(trace.name[rows]):
         mine = rows[trace.name[rows] == code]
-        if len(np.unique(trace.place[mine])) == 1:
+        mine = mine[np.argsort(trace.start[mine], kind="stable")]
+        chained = replayed and bool((trace.start[mine][1:] >= trace.end[mine][:-1]).all())
+        if chained or len(np.unique(trace.place[mine])) == 1:
             found[trace.names[code]] = mine
     return found
 
 
 def _copy(trace: Trace, labels: Labels, rows: Ticks, known: Reference) -> int:
     done = 0
-    for name, mine in _by_name(trace, rows).items():
+    for name, mine in _by_name(trace, rows, replayed=True).items():
         told = known.get(name, [])
         if len(told) != len(mine):
             continue
