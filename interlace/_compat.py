@@ -224,3 +224,29 @@ def compile_with_inductor(gm: fx.GraphModule, examples: list[torch.Tensor]) -> C
         return artifact(*args)
 
     return compiled_region
+
+
+# --- symmetric memory: memory of one GPU that the others of a group may write.  No public module
+# has it.  Looked up on 2.13; the calls are the same in 2.11.
+
+
+def symmetric_memory(num_bytes: int, device: torch.device, group: Any) -> list[torch.Tensor]:
+    """One buffer of bytes a rank of a process group, in rank order, all mapped here; collective."""
+    # A multicast object would be made beside it, which nothing here uses and some hosts forbid.
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    from torch.distributed import _symmetric_memory as symmetric
+
+    mine = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
+    handle = symmetric.rendezvous(mine, group)
+    peers = [handle.get_buffer(r, (num_bytes,), torch.uint8) for r in range(handle.world_size)]
+    peers[handle.rank] = mine
+    return peers
+
+
+# --- a kernel that only takes time, for tests of what runs beside it.  No public call does that.
+
+
+def gpu_sleep(milliseconds: float, device: torch.device) -> None:
+    """Keeps the current stream of a device busy for about so long; does not block the host."""
+    with torch.cuda.device(device):
+        torch.cuda._sleep(int(milliseconds * 1.7e6))  # cycles at 1.7 GHz

@@ -97,3 +97,33 @@ def test_what_an_operator_shares_and_writes() -> None:
     assert of(aten._foreach_add_.List)["self"][1] is True
     assert not any(shares or writes for shares, writes in of(aten.mm.default).values())
     assert of(len) == {}
+
+
+@pytest.mark.gpu
+def test_gpu_sleep_holds_up_its_stream() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    _compat.gpu_sleep(1, device)
+    start.record()
+    _compat.gpu_sleep(30, device)
+    end.record()
+    assert not end.query()
+    torch.cuda.synchronize()
+    assert 15 < start.elapsed_time(end) < 90
+
+
+def _symmetric(rank: int, size: int) -> list[list[int]]:
+    import torch.distributed as dist
+
+    torch.cuda.set_device(rank)
+    buffers = _compat.symmetric_memory(4, torch.device("cuda", rank), dist.group.WORLD)
+    for peer in buffers:
+        peer[rank] = 10 + rank
+    torch.cuda.synchronize()
+    dist.barrier()
+    return [b.tolist()[:size] for b in buffers]
+
+
+@pytest.mark.multi_gpu
+def test_symmetric_memory_is_written_by_every_rank(two_ranks) -> None:
+    assert two_ranks.run(_symmetric) == [[[10, 11], [10, 11]]] * 2
