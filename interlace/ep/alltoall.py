@@ -25,8 +25,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from interlace import _compat
 from interlace.ep import pending
-from interlace.ep.backend import Backend, register_backend
+from interlace.ep.backend import Backend, Sizes, register_backend
 from interlace.ep.transport import Group, all_to_all
 from interlace.kernels.gather_rows import gather_rows
 from interlace.kernels.slot_grad import slot_grad
@@ -55,7 +56,7 @@ def plan(
         send_slot, slot_pos = order_N, _inverse(order_N)
     else:
         ends_We = starts[1:].view(group.size, -1) - block_starts_W[:, None]
-        overflow = (ends_We[:, -1].amax() - block_rows).clamp(min=0).to(torch.int32).view(1)
+        overflow = (ends_We[:, -1] - block_rows).clamp(min=0).sum().to(torch.int32).view(1)
         ends_We = ends_We.clamp(max=block_rows)
         sent_WE = ends_We.diff(dim=1, prepend=ends_We.new_zeros(group.size, 1))
         within_B = torch.arange(block_rows, device=ids_TK.device)
@@ -81,6 +82,26 @@ def plan(
         expert_src = _expert_major_padded(received_We, block_rows)
     meta = [send_slot, send_slot // top_k, slot_pos, expert_src, _inverse(expert_src), splits]
     return counts_e, offsets, offsets[-1:].to(torch.int64), overflow, meta
+
+
+def meta_fake(
+    ids_TK: Tensor, num_experts: int, block_rows: int | None, group: Group
+) -> list[Tensor]:
+    """The index vectors without values; in exact mode R is a size that only the run tells."""
+    num_slots = ids_TK.numel()
+    sent = num_slots if block_rows is None else group.size * block_rows
+    dynamic = block_rows is None and group.size > 1
+    rows = _compat.new_dynamic_size() if dynamic else sent
+    splits = torch.empty(
+        (2, group.size) if block_rows is None else (0,), dtype=torch.int64, device="cpu"
+    )
+    return [*(ids_TK.new_empty(n) for n in (sent, sent, num_slots, rows, rows)), splits]
+
+
+def sizes(meta: list[Tensor], top_k: int) -> Sizes:
+    """Read from the shapes of the index vectors."""
+    num_tokens = meta[SLOT_POS].shape[0] // top_k
+    return Sizes(meta[SEND_SLOT].shape[0], meta[EXPERT_SRC].shape[0], num_tokens)
 
 
 def _agree_on_block(block_rows: int, group: Group, device: torch.device) -> None:

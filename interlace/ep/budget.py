@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 
 
 def _read(name: str) -> int | None:
@@ -20,3 +22,26 @@ MAX_CTAS = _read("INTERLACE_EP_MAX_CTAS")
 
 Read once.  In loopback one CTA is about a 400 Gb/s network card, eight are about NVLink.
 """
+
+_bound = MAX_CTAS
+
+
+def max_ctas() -> int | None:
+    """The bound of exchanges that are launched now: :data:`MAX_CTAS`, or that of :func:`bounded`.
+
+    A captured graph keeps the bound that it was captured with.
+    """
+    return _bound
+
+
+@contextlib.contextmanager
+def bounded(num_ctas: int | None) -> Iterator[None]:
+    """For measuring: another bound for the launches inside; None is the backend's choice."""
+    global _bound
+    if num_ctas is not None and not 1 <= num_ctas <= 132:
+        raise ValueError(f"bounded: num_ctas is {num_ctas}; expected 1 to 132, or None.")
+    before, _bound = _bound, num_ctas
+    try:
+        yield
+    finally:
+        _bound = before

@@ -12,8 +12,18 @@ class Exchange:
 
     ``group`` names a group of :mod:`interlace.ep.transport`; ``size`` and ``rank`` are this
     process's place in it.  Exact mode reads the sizes of a step on the host; ``padded`` has a block
-    of rows for each peer instead, static shapes and counts on the device.  ``buffer_set`` picks the
-    buffers of a backend that owns some.
+    of rows for each peer instead, static shapes and counts on the device.
+
+    ``buffer_set`` picks the buffers of a backend that owns some: what arrives in set 0 and above
+    stays valid until the next launch of that kind and set; -1, for whoever assigns no sets, gives
+    every launch a result of its own.
+
+    ``reduce``: ``slot`` brings every expert's row back and sums at the origin, in slot order: the
+    same bits with every backend.  ``rank`` sums on each rank first, in slot order, rounds, and the
+    origin sums the ranks: one row a rank on the way, its own rounding.
+    ``scores_at``: where a row meets its score.  ``rank`` needs it at the ``expert`` and puts it
+    there; with ``slot`` only gradients of scores are worked out there, from rows that need not
+    travel or be kept at the origin.
     """
 
     group: str = "single"
@@ -22,7 +32,19 @@ class Exchange:
     backend: str = "alltoall"
     padded: bool = False
     capacity_factor: float | None = None
-    buffer_set: int = 0
+    buffer_set: int = -1
+    reduce: str = "slot"
+    scores_at: str = "origin"
+
+    def __post_init__(self) -> None:
+        for name, legal in (("reduce", ("slot", "rank")), ("scores_at", ("origin", "expert"))):
+            if (value := getattr(self, name)) not in legal:
+                raise ValueError(f"ep.{name}: {value!r} is unknown; one of {', '.join(legal)}.")
+
+    @property
+    def at_experts(self) -> bool:
+        """Whether scores travel to the experts."""
+        return self.reduce == "rank" or self.scores_at == "expert"
 
     def num_local_experts(self, num_experts: int) -> int:
         """Experts that this rank holds: E / W; expert j lives on rank j // (E / W)."""

@@ -1,7 +1,12 @@
 """The exchange as operators: plan, launch, wait, finish.  Graph passes see these with any backend.
 
 Legend: T tokens, K choices, N = T * K slots, E experts, e local experts, W ranks, H hidden,
-        S rows of the send buffer, R expert-major rows.
+        S rows that return, R expert-major rows.
+
+``reduce`` says how rows return: ``slot``, each by itself; ``rank``, those of a token summed by each
+rank, times their staged scores; ``stage``, y is such sums already.  ``stage_launch`` is a dispatch
+that leaves tokens as they arrived, one row for all local experts, and ``row_grad`` makes of them
+the gradients of expert rows and staged scores.
 
 No schema declares that a result aliases an argument: ``wait`` returns its input as torch's own
 collectives do, because custom operators that say so are refused by functionalisation.  Backward
@@ -15,9 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from interlace import _compat
-from interlace.ep import alltoall, pending, pooled  # noqa: F401 - registers a backend
-from interlace.ep.backend import get_backend
+from interlace.ep import (  # noqa: F401 - they register themselves
+    alltoall,
+    hybridep,
+    minimal_async,
+    pending,
+    pooled,
+)
+from interlace.ep.backend import Sizes, expert_side_of, get_backend
 from interlace.ep.transport import get_group
 from interlace.graph.comm import CommSpec, register_blocking, register_comm
 
@@ -32,14 +42,24 @@ _lib.define(
 )
 _lib.define(
     "combine_launch(Tensor y, Tensor[] meta, Tensor? reuse, SymInt out_rows,"
-    " int buffer_set, str group, str backend) -> (Tensor pending, Tensor token)"
+    " int buffer_set, str group, str backend, *, Tensor? scores=None, str reduce='slot')"
+    " -> (Tensor pending, Tensor token)"
+)
+_lib.define(
+    "stage_launch(Tensor x, Tensor[] meta, Tensor? reuse, SymInt out_rows, int buffer_set,"
+    " str group, str backend) -> (Tensor pending, Tensor token)"
 )
 _lib.define("wait(Tensor pending, Tensor token) -> Tensor")
 _lib.define(
-    "combine_finish(Tensor slots, Tensor? scores, Tensor[] meta, int top_k, str backend) -> Tensor"
+    "combine_finish(Tensor slots, Tensor? scores, Tensor[] meta, int top_k, str backend, *,"
+    " str reduce='slot') -> Tensor"
 )
 _lib.define(
     "score_grad(Tensor slots, Tensor grad, Tensor[] meta, int top_k, str backend) -> Tensor"
+)
+_lib.define(
+    "row_grad(Tensor y, Tensor stage, Tensor scores, Tensor[] meta, str backend)"
+    " -> (Tensor y_grad, Tensor scores_grad)"
 )
 
 
@@ -71,9 +91,30 @@ def _combine_launch(
     buffer_set: int,
     group: str,
     backend: str,
+    *,
+    scores: Tensor | None = None,
+    reduce: str = "slot",
 ) -> tuple[Tensor, Tensor]:
-    launch = get_backend(backend).combine_launch
-    return launch(y, meta, out_rows, buffer_set=buffer_set, group=get_group(group))
+    where = get_group(group)
+    if reduce == "rank":
+        reduced = expert_side_of(backend).reduce_launch
+        return reduced(y, scores, meta, out_rows, buffer_set=buffer_set, group=where)
+    whole = reduce == "slot"
+    launch = get_backend(backend).combine_launch if whole else expert_side_of(backend).return_launch
+    return launch(y, meta, out_rows, buffer_set=buffer_set, group=where)
+
+
+def _stage_launch(
+    x: Tensor,
+    meta: list[Tensor],
+    reuse: Tensor | None,
+    out_rows: int,
+    buffer_set: int,
+    group: str,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    launch = expert_side_of(backend).stage_launch
+    return launch(x, meta, out_rows, buffer_set=buffer_set, group=get_group(group))
 
 
 def _wait(value: Tensor, token: Tensor) -> Tensor:
@@ -82,8 +123,16 @@ def _wait(value: Tensor, token: Tensor) -> Tensor:
 
 
 def _combine_finish(
-    slots: Tensor, scores: Tensor | None, meta: list[Tensor], top_k: int, backend: str
+    slots: Tensor,
+    scores: Tensor | None,
+    meta: list[Tensor],
+    top_k: int,
+    backend: str,
+    *,
+    reduce: str = "slot",
 ) -> Tensor:
+    if reduce == "rank":
+        return expert_side_of(backend).reduce_finish(slots, meta, top_k)
     return get_backend(backend).combine_finish(slots, scores, meta, top_k)
 
 
@@ -93,16 +142,29 @@ def _score_grad(
     return get_backend(backend).score_grad(slots, grad, meta, top_k)
 
 
+def _row_grad(
+    y: Tensor, stage: Tensor, scores: Tensor, meta: list[Tensor], backend: str
+) -> tuple[Tensor, Tensor]:
+    return expert_side_of(backend).row_grad(y, stage, scores, meta)
+
+
 for _name, _fn in {
     "plan": _plan,
     "dispatch_launch": _dispatch_launch,
     "combine_launch": _combine_launch,
+    "stage_launch": _stage_launch,
     "wait": _wait,
     "combine_finish": _combine_finish,
     "score_grad": _score_grad,
+    "row_grad": _row_grad,
 }.items():
     for _key in ("CPU", "CUDA"):
         _lib.impl(_name, _fn, _key)
+
+
+def sizes_of(meta: list[Tensor], top_k: int, backend: str) -> Sizes:
+    """What a plan's index vectors say about its sizes."""
+    return (get_backend(backend).sizes or alltoall.sizes)(meta, top_k)
 
 
 # --- shapes without values.  In exact mode the number of rows is a size that only the run tells.
@@ -112,22 +174,17 @@ for _name, _fn in {
 def _plan_fake(
     ids: Tensor, num_experts: int, block_rows: int | None, group: str, backend: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    get_backend(backend)
-    size, slots = get_group(group).size, ids.numel()
-    sent = slots if block_rows is None else size * block_rows
-    if block_rows is not None:
-        rows = sent
-    else:
-        rows = slots if size == 1 else _compat.new_dynamic_size()
-    local = num_experts // size
-    meta = [ids.new_empty(n) for n in (sent, sent, slots, rows, rows)]
-    splits_shape = (0,) if block_rows is not None else (2, size)
+    where = get_group(group)
+    local = num_experts // where.size
+    meta = (get_backend(backend).meta_fake or alltoall.meta_fake)(
+        ids, num_experts, block_rows, where
+    )
     return (
         ids.new_empty(local),
         ids.new_empty(local + 1, dtype=torch.int32),
         ids.new_empty(1),
         ids.new_empty(1, dtype=torch.int32),
-        [*meta, torch.empty(splits_shape, dtype=torch.int64, device="cpu")],
+        meta,
     )
 
 
@@ -145,9 +202,16 @@ def _dispatch_launch_fake(
 
 @torch.library.register_fake("ep::combine_launch", lib=_lib)
 def _combine_launch_fake(
-    y: Tensor, meta: list[Tensor], reuse: Tensor | None, out_rows: Any, *_: Any
+    y: Tensor, meta: list[Tensor], reuse: Tensor | None, out_rows: Any, *_: Any, **__: Any
 ) -> tuple[Tensor, Tensor]:
     return y.new_empty(out_rows, y.shape[1]), _token_fake()
+
+
+@torch.library.register_fake("ep::stage_launch", lib=_lib)
+def _stage_launch_fake(
+    x: Tensor, meta: list[Tensor], reuse: Tensor | None, out_rows: Any, *_: Any
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(out_rows, x.shape[1]), _token_fake()
 
 
 def _token_fake() -> Tensor:
@@ -161,9 +225,15 @@ def _wait_fake(value: Tensor, token: Tensor) -> Tensor:
 
 @torch.library.register_fake("ep::combine_finish", lib=_lib)
 def _combine_finish_fake(
-    slots: Tensor, scores: Tensor | None, meta: list[Tensor], top_k: int, backend: str
+    slots: Tensor,
+    scores: Tensor | None,
+    meta: list[Tensor],
+    top_k: int,
+    backend: str,
+    *,
+    reduce: str = "slot",
 ) -> Tensor:
-    return slots.new_empty(meta[alltoall.SLOT_POS].shape[0] // top_k, slots.shape[1])
+    return slots.new_empty(sizes_of(meta, top_k, backend).num_tokens, slots.shape[1])
 
 
 @torch.library.register_fake("ep::score_grad", lib=_lib)
@@ -171,6 +241,13 @@ def _score_grad_fake(
     slots: Tensor, grad: Tensor, meta: list[Tensor], top_k: int, backend: str
 ) -> Tensor:
     return grad.new_empty(grad.shape[0], top_k, dtype=torch.float32)
+
+
+@torch.library.register_fake("ep::row_grad", lib=_lib)
+def _row_grad_fake(
+    y: Tensor, stage: Tensor, scores: Tensor, meta: list[Tensor], backend: str
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(y), torch.empty_like(scores)
 
 
 _ops = torch.ops.ep
@@ -184,4 +261,7 @@ register_comm(
     CommSpec(
         "combine", _ops.combine_launch.default, _ops.wait.default, "ep", 4, 2, token_exchange=True
     )
+)
+register_comm(
+    CommSpec("stage", _ops.stage_launch.default, _ops.wait.default, "ep", 4, 2, token_exchange=True)
 )

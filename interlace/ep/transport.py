@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from interlace.ep.budget import MAX_CTAS
+from interlace.ep.budget import max_ctas
 from interlace.kernels.bounded_copy import bounded_copy
 
 if TYPE_CHECKING:
@@ -96,15 +96,21 @@ def all_to_all(
 
 
 def _mirror(out: Tensor, source: Tensor, group: Group) -> None:
-    """What this rank keeps is copied at full speed; what would leave it crosses the budget."""
-    if not _transfers_enabled and out.is_floating_point():
+    """What this rank keeps is copied at full speed; rows that would leave it cross the budget.
+
+    Counts are a few bytes and cross no bound.  So every bounded copy is an exchange of rows, on
+    its stream, and a report can tell by their order which is which.
+    """
+    is_rows = out.is_floating_point()
+    if is_rows and not moves_rows(group):
         return
-    if MAX_CTAS is None or not out.is_cuda or group.kind == "single":
+    bound = max_ctas()
+    if bound is None or not is_rows or not out.is_cuda or group.kind == "single":
         out.copy_(source)
         return
     local = source.shape[0] // group.size
     out[:local].copy_(source[:local])
-    bounded_copy(out[local:], source[local:], MAX_CTAS)
+    bounded_copy(out[local:], source[local:], bound)
 
 
 _transfers_enabled = True
@@ -117,6 +123,11 @@ def transfers(*, enabled: bool) -> None:
     """
     global _transfers_enabled
     _transfers_enabled = enabled
+
+
+def moves_rows(group: Group) -> bool:
+    """Whether rows are moved at all; False in loopback while :func:`transfers` has them off."""
+    return _transfers_enabled or group.kind == "process"
 
 
 def _nothing() -> None:
