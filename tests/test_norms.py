@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from interlace.train.norms import clip_, global_norm
+from interlace.train.norms import clip_factor, global_norm, scale_
 
 EXPERTS = {"w1", "w2"}
 
@@ -99,9 +99,9 @@ def test_clip_scales_all_or_nothing() -> None:
     grads = make_grads() | {"half": torch.ones(3, dtype=torch.bfloat16)}
     before = {name: grad.clone() for name, grad in grads.items()}
     norm = global_norm(grads, EXPERTS)
-    clip_(grads, norm, float(norm) * 2)
+    scale_(grads, clip_factor(norm, float(norm) * 2))
     assert all(torch.equal(grads[name], before[name]) for name in grads)
-    clip_(grads, norm, 1.0)
+    scale_(grads, clip_factor(norm, 1.0))
     for name, grad in grads.items():
         torch.testing.assert_close(grad, (before[name] / norm).to(grad.dtype))
         assert grad.dtype == before[name].dtype
@@ -110,7 +110,7 @@ def test_clip_scales_all_or_nothing() -> None:
 
 def test_clip_of_zero_gradients_gives_zero() -> None:
     grads = {"a": torch.zeros(3)}
-    clip_(grads, global_norm(grads, set()), 1.0)
+    scale_(grads, clip_factor(global_norm(grads, set()), 1.0))
     assert grads["a"].tolist() == [0.0, 0.0, 0.0]
 
 
@@ -120,7 +120,7 @@ def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match=r"no gradient for expert parameters w9 \(1 in all\)"):
         global_norm(make_grads(), {"w9"})
     with pytest.raises(ValueError, match=r"max_norm=0\.0 must be above 0"):
-        clip_({}, torch.ones(()), 0.0)
+        clip_factor(torch.ones(()), 0.0)
 
 
 def gloo_rank(rank: int, folder: str) -> None:
@@ -129,7 +129,7 @@ def gloo_rank(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     grads = shard(make_grads(), rank, 2)
     norm = global_norm(grads, EXPERTS, expert_group=dist.group.WORLD)
-    clip_(grads, norm, 1.0)
+    scale_(grads, clip_factor(norm, 1.0))
     torch.save({"norm": norm, **grads}, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
@@ -147,7 +147,7 @@ def test_two_processes_equal_one(tmp_path: Path) -> None:
                 process.kill()
     grads = make_grads()
     norm = global_norm(grads, EXPERTS)
-    clip_(grads, norm, 1.0)
+    scale_(grads, clip_factor(norm, 1.0))
     for rank in range(2):
         found = torch.load(tmp_path / f"{rank}.pt")
         for name, tensor in {"norm": norm, **shard(grads, rank, 2)}.items():

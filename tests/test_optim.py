@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+from test_gather_rows import run_interpreted
 from torch import nn
 
+from interlace.kernels import adamw as adamw_module
 from interlace.train.balance import update_expert_bias_
 from interlace.train.optim import (
-    assign_gradients,
     build_optimizer,
+    complete,
+    fill_moments,
     learning_rate,
     set_learning_rate,
+    update,
 )
 
 
@@ -43,9 +49,8 @@ def test_idle_expert_decays_like_the_reference() -> None:
     oracle = torch.optim.AdamW([reference.experts], lr=0.1, betas=(0.9, 0.95), weight_decay=0.3)
     before = ours.experts.detach().clone()
     for _ in range(3):
-        assign_gradients(ours.named_parameters(), {"proj.weight": torch.ones(3, 3)})
+        update(optimizer, ours.named_parameters(), {"proj.weight": torch.ones(3, 3)})
         reference.experts.grad = torch.zeros(2, 3, 4)
-        optimizer.step()
         oracle.step()
     assert torch.equal(ours.experts, reference.experts)
     torch.testing.assert_close(ours.experts.detach(), before * (1 - 0.1 * 0.3) ** 3)
@@ -53,14 +58,100 @@ def test_idle_expert_decays_like_the_reference() -> None:
     assert torch.equal(ours.experts_bias, Tiny().experts_bias)
 
 
-def test_assign_gradients_takes_the_given_ones_and_rejects_unknown() -> None:
+def test_complete_takes_the_given_gradients_and_rejects_unknown() -> None:
     model = Tiny()
     grad = torch.full((3, 3), 2.0)
-    assign_gradients(model.named_parameters(), {"proj.weight": grad, "proj.bias": None})
-    assert model.proj.weight.grad is grad
-    assert torch.equal(model.proj.bias.grad, torch.zeros(3))
+    found = complete(model.named_parameters(), {"proj.weight": grad, "proj.bias": None})
+    by_id = {id(p): g for p, g in found}
+    assert by_id[id(model.proj.weight)] is grad
+    assert torch.equal(by_id[id(model.proj.bias)], torch.zeros(3))
     with pytest.raises(ValueError, match=r"gradients for head .* no such parameter"):
-        assign_gradients(model.named_parameters(), {"head": grad})
+        complete(model.named_parameters(), {"head": grad})
+
+
+def test_half_gradients_and_a_factor_change_nothing_but_their_product() -> None:
+    """Oracle: float32 gradients scaled before the step, bitwise."""
+    grads = {n: torch.randn_like(p).bfloat16() for n, p in Tiny().named_parameters()}
+    factor = torch.tensor(0.37)
+    torch.manual_seed(0)
+    first = Tiny()
+    models = first, copy.deepcopy(first)
+    for model, given, by in (
+        (models[0], grads, factor),
+        (models[1], {n: g.float() * factor for n, g in grads.items()}, None),
+    ):
+        optimizer = build_optimizer(model.named_parameters(), lr=0.1)
+        update(optimizer, model.named_parameters(), given, by)
+    for a, b in zip(*(m.parameters() for m in models), strict=True):
+        assert torch.equal(a, b)
+
+
+def check_adamw(device: str) -> None:
+    """Oracle: torch's AdamW in float64, three steps, odd sizes, half-precision gradients."""
+    generator = torch.Generator().manual_seed(3)
+    for shape in ((7,), (3, 5, 11), (2, 1025), (0, 4)):
+        start = torch.randn(shape, generator=generator)
+        exact = nn.Parameter(start.double())
+        oracle = torch.optim.AdamW([exact], lr=0.03, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1)
+        param = start.to(device, copy=True)
+        moments = [torch.zeros_like(param) for _ in range(2)]
+        factor = torch.tensor(0.25)
+        for step in range(1, 4):
+            grad = torch.randn(shape, generator=generator).bfloat16()
+            exact.grad = grad.double() * 0.25
+            oracle.step()
+            numbers = {"lr": 0.03, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+            adamw_module.adamw_(
+                param, grad.to(device), *moments, factor.to(device), step=step, **numbers
+            )
+        state = oracle.state[exact]
+        torch.testing.assert_close(param.cpu().double(), exact.detach(), rtol=1e-5, atol=1e-6)
+        for ours, key in zip(moments, ("exp_avg", "exp_avg_sq"), strict=True):
+            torch.testing.assert_close(ours.cpu().double(), state[key], rtol=1e-5, atol=1e-7)
+
+
+def test_adamw_against_float64() -> None:
+    check_adamw("cpu")
+
+
+def test_adamw_kernel_in_the_interpreter() -> None:
+    run_interpreted("test_optim", "check_adamw('cpu')")
+
+
+@pytest.mark.gpu
+def test_adamw_on_the_gpu() -> None:
+    check_adamw("cuda")
+
+
+@pytest.mark.gpu
+def test_update_on_the_gpu_keeps_the_layout_of_the_state() -> None:
+    """Oracle: torch's own AdamW on the CPU, within float32 rounding; state under the same names."""
+    reference = Tiny()
+    ours = copy.deepcopy(reference).cuda()
+    grads = {n: torch.randn_like(p) for n, p in reference.named_parameters()}
+    pair = [build_optimizer(m.named_parameters(), lr=0.1) for m in (ours, reference)]
+    for _ in range(2):
+        update(pair[0], ours.named_parameters(), {n: g.cuda() for n, g in grads.items()})
+        update(pair[1], reference.named_parameters(), {n: g.clone() for n, g in grads.items()})
+    for a, b in zip(ours.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(a.cpu(), b, rtol=1e-5, atol=1e-6)
+        assert pair[0].state[a].keys() == pair[1].state[b].keys()
+        assert pair[0].state[a]["step"] == pair[1].state[b]["step"] == 2
+
+
+def test_adamw_refuses_what_does_not_fit() -> None:
+    x, numbers = torch.zeros(2, 3), {"lr": 1.0, "betas": (0, 0), "eps": 0, "weight_decay": 0}
+    with pytest.raises(ValueError, match=r"parameter \(2, 3\), gradient \(3, 2\)"):
+        adamw_module.adamw_(x, torch.zeros(3, 2), x, x, step=1, **numbers)
+
+
+def test_moments_are_there_before_the_first_step() -> None:
+    model = Tiny()
+    optimizer = build_optimizer(model.named_parameters(), lr=0.1)
+    fill_moments(optimizer)
+    state = optimizer.state[model.experts]
+    assert state["step"] == 0
+    assert not state["exp_avg"].any()
 
 
 def test_sgd_is_plain() -> None:
@@ -69,8 +160,7 @@ def test_sgd_is_plain() -> None:
     before = model.proj.weight.detach().clone()
     optimizer = build_optimizer(model.named_parameters(), name="SGD", lr=0.5, weight_decay=0.3)
     for _ in range(2):
-        assign_gradients(model.named_parameters(), {"proj.weight": torch.ones(3, 3)})
-        optimizer.step()
+        update(optimizer, model.named_parameters(), {"proj.weight": torch.ones(3, 3)})
     torch.testing.assert_close(model.proj.weight.detach(), before - 1.0)
 
 

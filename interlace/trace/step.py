@@ -31,7 +31,11 @@ LossFn = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 
 @dataclass(frozen=True)
 class StepResult:
-    """Loss (0-d float32), gradients by parameter name in float32, further outputs by name."""
+    """Loss (0-d float32), gradients by parameter name, further outputs by name.
+
+    A gradient has the type that the parameter was computed in: a cast to float32 would only move
+    bytes, and whoever sums gradients (microbatches, ranks) does that in float32.
+    """
 
     loss: Tensor
     grads: dict[str, Tensor]
@@ -184,8 +188,8 @@ def _compute(
     regions: Regions | None,
     sums: Sums | None,
 ) -> StepResult:
-    state = {n: _cast(step, n, p, regions) for n, p in params.items()}
-    state |= buffers
+    weights = {n: _cast(step, n, p, regions) for n, p in params.items()}
+    leaves, state = list(weights.values()), {**weights, **buffers}
 
     def body(*batch: Tensor) -> StepResult:
         with contextlib.ExitStack() as stack:
@@ -196,12 +200,11 @@ def _compute(
     def run(*batch: Tensor) -> StepResult:
         if regions is None or sums is None:
             loss, extra = step.loss_fn(step.model, *batch)
-            leaves = list(params.values())
             grads = fill_unused(leaves, torch.autograd.grad(loss, leaves, allow_unused=True))
         else:
             with regions.of_modules(step.model, step.boundary):
                 loss, extra = step.loss_fn(step.model, *batch)
-                grads = tagged_grad(regions, loss, list(params.values()), sums)
+                grads = tagged_grad(regions, loss, leaves, sums)
         return StepResult(
             loss.detach(),
             dict(zip(params, grads, strict=True)),
@@ -216,8 +219,8 @@ def _cast(step: Step, name: str, param: Tensor, regions: Regions | None) -> Tens
     if step.keep(name) or param.dtype == step.compute_dtype:
         return param
     inside = regions.region(name.rpartition(".")[0], role="cast") if regions else None
-    with inside or contextlib.nullcontext():
-        return param.to(step.compute_dtype)
+    with inside or contextlib.nullcontext(), torch.no_grad():
+        return param.to(step.compute_dtype).requires_grad_()
 
 
 def _every_name(model: torch.nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

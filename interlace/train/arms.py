@@ -6,7 +6,9 @@ scheduled        the traced step, reordered
 chunk-eager      plain PyTorch with chunked modules
 chunk-graph      the traced step, chunked on the graph
 chunk-scheduled  that, reordered
-captured         the traced step, chunked and reordered as set, as one CUDA graph
+captured         the traced step as one CUDA graph, all microbatches of it
+scheduled-captured  that, reordered
+chunk-captured   the traced step, chunked and reordered, as one CUDA graph
 
 With ``compile.regional`` plain PyTorch has no compiled regions to compare with: the references are
 then the traced step, and the trace of eager chunking, with the same regions as every other arm.
@@ -16,21 +18,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, fx
 
-from interlace.capture import capture
+from interlace.capture import ByLayout, Run, capture
 from interlace.chunk import chunk_graph
+from interlace.chunk.buffers import assign_buffers
+from interlace.ep.backend import get_backend
 from interlace.graph.chunking import BATCH, SEQUENCE, Chunking, chunk_extent
 from interlace.graph.passes import Pass
 from interlace.regional import compile_regions
-from interlace.schedule import schedule_graph
+from interlace.schedule import Edge, schedule_graph
 from interlace.trace import Step, StepResult, Traced, run_eager, trace_step
 from interlace.train.config import Config
+from interlace.train.microbatches import added_on_the_way, over_microbatches
 
-ForwardBackward = Callable[[tuple[Tensor, ...]], StepResult]
+ForwardBackward = Callable[[Sequence[Tensor]], StepResult]
 Working = Callable[[str], AbstractContextManager[None]]
 
 
@@ -56,6 +61,7 @@ ARMS = {
         Arm("chunk-graph", "chunk-eager", traced=True, chunked=True),
         Arm("chunk-scheduled", "chunk-eager", traced=True, chunked=True, scheduled=True),
         Arm("captured", "control", traced=True, captured=True),
+        Arm("scheduled-captured", "control", traced=True, scheduled=True, captured=True),
         Arm("chunk-captured", "chunk-eager", True, chunked=True, scheduled=True, captured=True),
     )
 }
@@ -83,12 +89,77 @@ def chunking_of(config: Config, *, at_least: int = 1) -> Chunking:
     return Chunking(o.chunk_root, max(o.chunks, at_least), dim)
 
 
+@dataclass
+class Runner:
+    """Owns what runs a step: forward and backward of all microbatches of a rank's batch.
+
+    It is built when first called, and again for a batch of another layout or after :meth:`rebuild`;
+    parameters and their updates are no part of it.  ``rows``: sequences of a microbatch.
+    ``agreed`` is called with every graph, before it runs: all ranks build at the same time.
+    """
+
+    arm: Arm
+    step: Step
+    config: Config
+    rows: int
+    working: Working
+    agreed: Callable[[Traced], None] = lambda traced: None
+    traced: Traced | None = None
+    by_layout: ByLayout = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.by_layout = ByLayout(self._build)
+        if self.arm.captured:
+            check_capturable(self.config)
+
+    def __call__(self, batch: Sequence[Tensor]) -> StepResult:
+        """``batch``: tokens, labels, positions (B, S), document boundaries (B, C), a scalar.
+
+        Of a captured step the gradients hold until the next call.
+        """
+        return self.by_layout(batch)
+
+    def prepare(self, batch: Sequence[Tensor]) -> None:
+        """Traces and captures for batches like this one; its values are not read."""
+        self.by_layout.prepare(batch)
+
+    def rebuild(self) -> None:
+        """Lets go of what was built: the next call builds for the model as it then is."""
+        self.close()
+
+    def close(self, *, wait: bool = True) -> None:
+        """Frees graphs and their memory, before windows and process groups go."""
+        self.by_layout.close(wait=wait)
+        self.traced = None
+
+    def _build(self, batch: Sequence[Tensor]) -> Run:
+        *tensors, number = batch
+        microbatch = (*(x[: self.rows] for x in tensors), number)
+        run, traced = build_arm(self.arm, self.step, microbatch, self.config, self.working)
+        adder = None
+        if traced is not None:
+            self.traced = traced
+            self.agreed(traced)
+            if len(tensors[0]) > self.rows:
+                adder = added_on_the_way(traced, *self.step.state())
+        whole = over_microbatches(run, self.rows, adder)
+        if not self.arm.captured:
+            return whole
+        with self.working("capturing the step"):
+            return capture(whole, batch, state=self._state)
+
+    def _state(self) -> dict[str, Tensor]:
+        params, buffers = self.step.state()
+        return params | buffers
+
+
 def build_arm(
     arm: Arm, step: Step, batch: Sequence[Tensor], config: Config, working: Working
 ) -> tuple[ForwardBackward, Traced | None]:
     """The function that computes a microbatch of ``batch``'s shapes, and the graph if there is one.
 
-    ``batch``: tokens, labels, positions (B, S), document boundaries (B, C), a scalar.
+    ``batch``: tokens, labels, positions (B, S), document boundaries (B, C), a scalar.  Capture is
+    the :class:`Runner`'s.
     """
     if arm.chunked:
         step = replace(step, chunking=chunking_of(config, at_least=2))
@@ -97,18 +168,7 @@ def build_arm(
         return lambda tensors: run_eager(step, params, buffers, tensors), None
     with working("tracing the step"):
         traced = trace_arm(arm, step, batch, config)
-
-    def run(tensors: Sequence[Tensor]) -> StepResult:
-        return traced(params, buffers, tensors)
-
-    if not arm.captured:
-        return run, traced
-    check_capturable(config)
-    with working("capturing the step"):
-        captured = capture(run, batch)
-    if config.training.microbatches == 1:
-        return captured, traced
-    return lambda tensors: _kept(captured(tensors)), traced
+    return lambda tensors: traced(params, buffers, tensors), traced
 
 
 def check_capturable(config: Config) -> None:
@@ -118,15 +178,6 @@ def check_capturable(config: Config) -> None:
             "capture.enabled: the exact exchange reads sizes on the host, which a CUDA graph "
             "cannot; use --ep.padded."
         )
-
-
-def _kept(result: StepResult) -> StepResult:
-    """A copy that the next replay does not overwrite, for gradients that add up over replays."""
-    return StepResult(
-        result.loss.clone(),
-        {n: g.clone() for n, g in result.grads.items()},
-        {n: x.clone() for n, x in result.extra.items()},
-    )
 
 
 def trace_arm(arm: Arm, step: Step, batch: Sequence[Tensor], config: Config) -> Traced:
@@ -166,11 +217,19 @@ def _trace_arm(
             compile_regions(gm)
 
         passes.append(Pass("compile_regions", compile_all, keeps_effects=False))
+    reuse: list[Edge] = []  # of buffers, for the schedule
+    if get_backend(config.ep.backend).owns_buffers:
+
+        def assign(gm: fx.GraphModule) -> None:
+            reuse.extend(assign_buffers(gm))
+
+        # Behind all that replaces nodes, before all that moves them.
+        passes.append(Pass("assign_buffers", assign))
     if arm.scheduled:
         scheduler = "policy" if config.overlap.scheduler == "off" else config.overlap.scheduler
 
         def schedule(gm: fx.GraphModule) -> None:
-            schedule_graph(gm, scheduler=scheduler)
+            schedule_graph(gm, scheduler=scheduler, extra=reuse)
 
         passes.append(Pass("schedule", schedule))
     return trace_step(step, batch, passes, source_lines=source_lines)

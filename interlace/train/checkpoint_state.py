@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from interlace.train.engine import Engine
+from interlace.train.optim import fill_moments
 from interlace.train.state import Progress, progress_tensors, restore_progress
 from interlace.train.world import World
 
@@ -35,7 +36,7 @@ def run_tensors(engine: Engine) -> dict[str, Tensor]:
     for name, buffer in model.named_buffers():
         if not name.endswith(DERIVED):
             tensors[f"model.{name}"] = buffer
-    _fill_moments(engine.optimizer)
+    fill_moments(engine.optimizer)
     for name, parameter in model.named_parameters():
         for key, value in engine.optimizer.state[parameter].items():
             if isinstance(value, Tensor):
@@ -101,23 +102,3 @@ def _is_expert(engine: Engine, name: str, tensor: Tensor) -> bool:
     kind, _, rest = name.partition(".")
     owner = rest if kind == "model" else rest.rpartition(".")[0]
     return kind in ("model", "optimizer") and owner in engine.expert_names and tensor.dim() > 0
-
-
-def _fill_moments(optimizer: torch.optim.Optimizer) -> None:
-    """AdamW's state as its first step would make it: a checkpoint always has the same names.
-
-    An optimizer makes moments when it first sees a gradient; zeros at step 0 are the same to it.
-    """
-    if not isinstance(optimizer, torch.optim.AdamW):
-        return
-    for group in optimizer.param_groups:
-        on_device = group["fused"] or group["capturable"]
-        for parameter in group["params"]:
-            if optimizer.state[parameter]:
-                continue
-            device = parameter.device if on_device else torch.device("cpu")
-            optimizer.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=device),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }

@@ -21,7 +21,7 @@ from interlace.model.config import ModelConfig, check_model
 ARMS = (
     *("eager", "control", "scheduled"),
     *("chunk-eager", "chunk-graph", "chunk-scheduled"),
-    *("captured", "chunk-captured"),
+    *("captured", "scheduled-captured", "chunk-captured"),
 )
 BYTE_VOCAB = 256  # token ids that text, read as bytes, takes
 
@@ -50,7 +50,7 @@ class TrainingConfig:
     nonfinite: Literal["stop", "skip"] = "stop"
     """What a step with a NaN or infinity does on all ranks: end the run, or leave no trace."""
     max_skipped_steps: int = _number(10, low=1)
-    """With skip: so many such steps in a row end the run."""
+    """With training.nonfinite or ep.overflow skip: so many such steps in a row end the run."""
 
 
 @dataclass(frozen=True)
@@ -67,14 +67,21 @@ class CommConfig:
 
 @dataclass(frozen=True)
 class EpConfig:
-    backend: Literal["alltoall"] = "alltoall"
-    """Who carries the token exchange."""
+    backend: Literal["alltoall", "minimal_async", "hybridep"] = "alltoall"
+    """Collectives, rows written straight into the peer, or that with a token once per rank."""
     transport: Literal["auto", "loopback"] = "auto"
     """loopback: one process stands for all expert-parallel ranks, its peers mirror it."""
     padded: bool = False
     """Static shapes with counts on the device, instead of sizes read on the host."""
     capacity_factor: float | None = _number(None, low=0)
     """Padded only: room per peer over the balanced load; none or 0: room for every token."""
+    reduce: Literal["slot", "rank"] = "slot"
+    """rank: a rank returns the sum of a token's rows, fewer bytes, rounded otherwise (hybridep)."""
+    scores_at: Literal["origin", "expert"] = "origin"
+    """Where rows meet gradients of scores; reduce=rank has it at the expert (hybridep)."""
+    overflow: Literal["error", "skip", "redo", "drop"] = "error"
+    """A step whose rows did not fit: ends the run, is left out, is done again with more room, or
+    runs without those rows, which are counted; all ranks alike."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +107,7 @@ class CompileConfig:
 @dataclass(frozen=True)
 class CaptureConfig:
     enabled: bool = False
-    """The whole forward and backward as one CUDA graph; needs CUDA and ep.padded."""
+    """Forward and backward of all microbatches as one CUDA graph; needs CUDA and ep.padded."""
 
 
 @dataclass(frozen=True)
@@ -333,8 +340,8 @@ def _check_parallelism(config: Config, world_size: int) -> None:
 
 
 def _check_ep(config: Config) -> None:
-    factor = config.ep.capacity_factor
-    if factor and not config.ep.padded:
+    e, factor = config.ep, config.ep.capacity_factor
+    if factor and not e.padded:
         raise ValueError(
             f"ep.capacity_factor={factor} needs ep.padded=true, but ep.padded is false: the exact "
             f"exchange has no capacity. Set ep.padded, or leave ep.capacity_factor out."
@@ -344,6 +351,17 @@ def _check_ep(config: Config) -> None:
             f"ep.capacity_factor={factor} is below 1, less than a balanced routing needs; "
             f"nearest: 1.0, or none for room for every token."
         )
+    if e.backend != "alltoall" and not e.padded:
+        raise ValueError(
+            f"ep.backend={e.backend} needs ep.padded=true, but ep.padded is false: its buffers "
+            f"have static shapes and no exact mode. Add --ep.padded, or use ep.backend=alltoall."
+        )
+    for name, value, plain in (("reduce", e.reduce, "slot"), ("scores_at", e.scores_at, "origin")):
+        if value != plain and e.backend != "hybridep":
+            raise ValueError(
+                f"ep.{name}={value} needs ep.backend=hybridep, but ep.backend={e.backend} keeps "
+                f"scores at the origin. Set ep.backend=hybridep, or ep.{name}={plain}."
+            )
 
 
 def _check_capture(config: Config) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -16,7 +17,7 @@ from typing import TextIO
 import torch
 from torch import Tensor
 
-from interlace._compat import TORCH_BELOW, TORCH_MIN
+from interlace._compat import TORCH_BELOW, TORCH_MIN, package_available
 from interlace.train.world import num_cores
 
 _GIB = 2**30
@@ -194,8 +195,22 @@ def _packages() -> list[Finding]:
         _package(
             "FlashAttention 3", "flash_attn_interface", "optional, for Hopper", "flash-attn-3"
         ),
-        _package("DeepEP", "deep_ep", "optional exchange backend, built from source"),
+        _deep_ep(),
     ]
+
+
+def _deep_ep() -> Finding:
+    """NVIDIA's exchange library, which ep.backend=hybridep is modelled on but does not call."""
+    name, native = "DeepEP HybridEPBuffer", "ep.backend=hybridep is interlace's own, also with it"
+    if not package_available("deep_ep"):
+        return Finding(name, False, "absent", f"not needed: {native}")
+    try:
+        deep_ep = importlib.import_module("deep_ep")
+    except Exception as error:  # an extension built for another CUDA or torch may raise anything
+        return Finding(name, False, "cannot be imported", f"{str(error)[:80]}; {native}")
+    if not hasattr(deep_ep, "HybridEPBuffer"):
+        return Finding(name, False, "deep_ep without it", f"another branch of DeepEP; {native}")
+    return Finding(name, True, "present, not used", native)
 
 
 def _package(name: str, module: str, why: str, distribution: str | None = None) -> Finding:

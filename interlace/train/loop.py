@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from interlace.capture import set_allocator
 from interlace.model.flops import flops_per_token
-from interlace.train import watch
+from interlace.train import overflow, watch
 from interlace.train.arms import arm_of
 from interlace.train.checkpoint import Checkpointer
 from interlace.train.checkpoint_state import seed_rank
@@ -36,7 +37,14 @@ def train(config: Config, world: World) -> None:
     if config.debug.deterministic:
         use_deterministic_kernels(warn_only=False)
     console.line(describe_run(config, world))
-    engine = build_engine(config, world, arm_of(config), console.working)
+    with contextlib.ExitStack() as stack:
+        engine = build_engine(config, world, arm_of(config), console.working)
+        stack.push(lambda kind, *_: engine.close(wait=kind is None))
+        _train(engine, console)
+
+
+def _train(engine: Engine, console: Console) -> None:
+    config, world = engine.config, engine.world
     seed_rank(config.debug.seed, world.rank)
     console.line(engine.data.describe())
     for note in engine.notes:
@@ -70,16 +78,17 @@ def train(config: Config, world: World) -> None:
 
 
 def describe_run(config: Config, world: World) -> str:
-    """One line: what runs where; loopback says so."""
+    """One line: what runs where; loopback says so, and CUDA how its memory is managed."""
     t, degree = config.training, config.parallelism.expert_parallel_degree
     place = f"{world.size} process{'es' if world.size > 1 else ''} on {world.device.type}"
     transport = world.backend
     if world.loopback:
         transport = f"loopback (1 process stands for {degree} mirrored ranks)"
+    allocator = f", {set_allocator()}" if world.device.type == "cuda" else ""
     return (
         f"{config.model.name}: {place}, EP {degree} over {transport}, {t.dtype}, {t.mode}, "
         f"{t.local_batch_size * world.size} x {t.seq_len} tokens a step, "
-        f"routing {config.model.routing}"
+        f"routing {config.model.routing}{allocator}"
     )
 
 
@@ -106,7 +115,7 @@ def _run(
     held: tuple[Data, bool] | None = None
     if evaluation.interval:
         held = open_evaluation_data(config, engine.data)
-    is_first = True
+    is_first, has_cut = True, False
     while progress.step < last:
         began = time.perf_counter()
         outcome = compute(engine, progress.step)
@@ -126,6 +135,12 @@ def _run(
         is_logged = is_first or ends or progress.step % config.metrics.log_freq == 0
         console.step(record, log=is_logged)
         is_first = False
+        if not has_cut and any(record.get("ep/cut_rows", ())):
+            has_cut = True
+            console.line(
+                f"note: step {progress.step} ran without {sum(record['ep/cut_rows'])} rows that "
+                f"did not fit (ep.overflow=drop); from here on see ep/cut_rows in the metrics"
+            )
         if checkpointer:
             checkpointer.poll()
             if ends or progress.step % interval == 0:
@@ -142,7 +157,8 @@ def _run(
 
 def _evaluate(engine: Engine, data: Data, held_out: bool) -> dict[str, Any]:
     began = time.perf_counter()
-    found = evaluate(engine, data, held_out=held_out)
+    with overflow.room_for_all(engine.model):
+        found = evaluate(engine, data, held_out=held_out)
     return {
         "evaluation/loss": found.loss,
         "evaluation/tokens": found.num_tokens,
@@ -179,6 +195,10 @@ def _record(engine: Engine, outcome: Outcome, lr: float | None, seconds: float) 
         record["balance_loss"] = outcome.balance.item()
     if progress.skipped:
         record["skipped_steps"] = progress.skipped
+    if config.ep.padded and config.ep.overflow == "redo":
+        record["ep/capacity_factor"] = overflow.exchange_of(engine.model).capacity_factor
+    if outcome.cut_L is not None:
+        record["ep/cut_rows"] = outcome.cut_L.tolist()
     if world.loopback:
         record["transport"] = "loopback"
     return record

@@ -53,17 +53,21 @@ def global_norm(
     return _root(torch.stack(parts), norm_type).float()
 
 
-def clip_(grads: Mapping[str, Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scales all gradients in place so that ``norm`` becomes at most ``max_norm``.
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """What to multiply gradients by so that ``norm`` becomes at most ``max_norm``: float32, 0-d.
 
-    Sync: none; below ``max_norm`` the factor is exactly 1.  A norm that is not finite leaves NaN
-    behind: check it (by the caller's policy) before the update.
+    Sync: none; below ``max_norm`` the factor is exactly 1.  A norm that is not finite gives NaN or
+    zero: check it (by the caller's policy) before the update.
     """
     if not max_norm > 0:
         raise ValueError(
-            f"clip_: max_norm={max_norm} must be above 0; do not call clip_ to leave clipping off."
+            f"clip_factor: max_norm={max_norm} must be above 0; for no clipping leave the factor out."
         )
-    factor = (max_norm / norm).clamp(max=1.0)
+    return (max_norm / norm).clamp(max=1.0)
+
+
+def scale_(grads: Mapping[str, Tensor], factor: Tensor) -> None:
+    """Multiplies all gradients in place; a factor of 1 changes no bit."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}  # mixed lists take the slow path
     for grad in grads.values():
         by_dtype.setdefault(grad.dtype, []).append(grad)

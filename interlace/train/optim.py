@@ -11,6 +11,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from interlace.kernels.adamw import adamw_
+from interlace.train.norms import scale_
+
 OPTIMIZERS = ("AdamW", "SGD")
 
 
@@ -26,7 +29,7 @@ def build_optimizer(
     """AdamW, or plain SGD: no momentum, no decay, for comparisons (it hides no scale fault).
 
     Two parameter groups: matrices, with AdamW's weight decay, and the rest (vectors, biases,
-    norms), without.  Fused on CUDA, foreach elsewhere; the state dict carries parameter names.
+    norms), without.  The state dict carries parameter names.
     """
     if name not in OPTIMIZERS:
         raise ValueError(
@@ -43,11 +46,9 @@ def build_optimizer(
         for params, value in ((matrices, decay), (rest, 0.0))
         if params
     ]
-    on_cuda = all(p.is_cuda for _, p in parameters)
-    speed = {"fused": True} if on_cuda else {"foreach": True}
     if name == "SGD":
-        return torch.optim.SGD(groups, lr=lr, **speed)
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, **speed)
+        return torch.optim.SGD(groups, lr=lr, foreach=True)
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, foreach=True)
 
 
 def decays(name: str, parameter: Tensor) -> bool:
@@ -82,10 +83,53 @@ def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def assign_gradients(
-    named_parameters: Iterable[tuple[str, Parameter]], grads: Mapping[str, Tensor | None]
+def update(
+    optimizer: Optimizer,
+    named_parameters: Iterable[tuple[str, Parameter]],
+    grads: Mapping[str, Tensor | None],
+    factor: Tensor | None = None,
 ) -> None:
-    """Hands gradients to the optimizer; a parameter without one gets zeros, never None.
+    """One optimizer step with these gradients times ``factor`` (0-d float32; None: as they are).
+
+    A gradient may be in half precision; arithmetic is float32.  AdamW on CUDA reads each once, in
+    one kernel a parameter; all else goes through torch's own step.  ``grads`` may be scaled in
+    place.
+    Raises: as :func:`complete`.
+    """
+    full = complete(named_parameters, grads)
+    if isinstance(optimizer, torch.optim.AdamW) and all(p.is_cuda for p, _ in full):
+        fill_moments(optimizer)
+        by_parameter = {id(p): g for p, g in full}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                state = optimizer.state[parameter]
+                state["step"] += 1
+                adamw_(
+                    parameter.detach(),
+                    by_parameter[id(parameter)],
+                    state["exp_avg"],
+                    state["exp_avg_sq"],
+                    factor,
+                    step=int(state["step"]),
+                    lr=group["lr"],
+                    betas=group["betas"],
+                    eps=group["eps"],
+                    weight_decay=group["weight_decay"],
+                )
+        return
+    widened = [(p, g.to(p.dtype)) for p, g in full]
+    if factor is not None:
+        scale_({str(i): g for i, (_, g) in enumerate(widened)}, factor)
+    for parameter, grad in widened:
+        parameter.grad = grad
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def complete(
+    named_parameters: Iterable[tuple[str, Parameter]], grads: Mapping[str, Tensor | None]
+) -> list[tuple[Parameter, Tensor]]:
+    """Every parameter with its gradient; one without gets zeros.
 
     An expert that saw no token must still decay and keep its moments in time, as it would where
     its neighbours on the same rank had tokens: else its state depends on the layout.
@@ -94,9 +138,28 @@ def assign_gradients(
     parameters = dict(named_parameters)
     if unknown := sorted(set(grads) - set(parameters)):
         raise ValueError(
-            f"assign_gradients: gradients for {', '.join(unknown[:3])} ({len(unknown)} in all), "
+            f"update: gradients for {', '.join(unknown[:3])} ({len(unknown)} in all), "
             f"but the model has no such parameter; use the names of named_parameters()."
         )
+    found = []
     for name, parameter in parameters.items():
         grad = grads.get(name)
-        parameter.grad = torch.zeros_like(parameter) if grad is None else grad
+        found.append((parameter, torch.zeros_like(parameter) if grad is None else grad))
+    return found
+
+
+def fill_moments(optimizer: Optimizer) -> None:
+    """AdamW's state as its first step would make it: a checkpoint always has the same names.
+
+    An optimizer makes moments when it first sees a gradient; zeros at step 0 are the same to it.
+    """
+    if not isinstance(optimizer, torch.optim.AdamW):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not optimizer.state[parameter]:
+                optimizer.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32),  # on the host: known there
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }

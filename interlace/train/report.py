@@ -25,6 +25,10 @@ class Report:
         path = self._folder / "metrics.jsonl"
         history = read_history(path, first)
         self._points = [(r["step"], float(r["loss"])) for r in history]
+        self._cut_L = [0] * config.model.num_moe_layers
+        self._routed = 0  # rows of one layer in all steps that count what was cut
+        for record in history:
+            self._count_cut(record)
         self._stack = contextlib.ExitStack()
         self._metrics = self._stack.enter_context(MetricsFile(path))
         self._sinks = self._stack.enter_context(open_sinks(config, first))
@@ -33,21 +37,34 @@ class Report:
         """The metrics of one step, everywhere."""
         self._metrics.write(record)
         self._points.append((record["step"], record["loss"]))
+        self._count_cut(record)
         values = flatten(record) if self._sinks else {}
         for sink in self._sinks:
             sink.write(record["step"], values)
+
+    def _count_cut(self, record: Mapping[str, Any]) -> None:
+        if cut_L := record.get("ep/cut_rows"):
+            self._cut_L = [a + b for a, b in zip(self._cut_L, cut_L, strict=True)]
+            self._routed = record["tokens_seen"] * self._config.model.top_k
 
     def sync(self) -> None:
         """The metrics so far are on the disk."""
         self._metrics.sync()
 
     def summary(self) -> str:
-        """First and last loss, and where everything lies."""
+        """First and last loss, where everything lies, and what was cut from it."""
         losses = [loss for _, loss in self._points]
         last = losses[-min(10, len(losses)) :]
+        cut = ""
+        if self._routed:
+            share = max(self._cut_L) / self._routed
+            cut = (
+                f"; rows cut by MoE layer (ep.overflow=drop): {', '.join(map(str, self._cut_L))}, "
+                f"at most {share:.2%} of a layer"
+            )
         return (
             f"loss {losses[0]:.3f} -> {sum(last) / len(last):.3f} (mean of the last {len(last)} "
-            f"steps); metrics {self._metrics.path}, curve {self._folder / 'loss.svg'}"
+            f"steps); metrics {self._metrics.path}, curve {self._folder / 'loss.svg'}{cut}"
         )
 
     def __enter__(self) -> Report:

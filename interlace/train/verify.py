@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import gc
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from torch import Tensor
 from interlace.train.arms import ARMS, reference_of
 from interlace.train.config import Config
 from interlace.train.console import Console
-from interlace.train.engine import apply, build_engine, compute
+from interlace.train.engine import Engine, Outcome, apply, build_engine, compute
 from interlace.train.loop import describe_run, use_deterministic_kernels
 from interlace.train.world import World, gather
 
@@ -103,20 +105,38 @@ class _Record:
 def _run_arm(config: Config, world: World, arm: str, steps: int, console: Console) -> _Record:
     losses, norms, digests = [], [], []
     with console.working(f"arm {arm}: {steps} steps"):
-        engine = build_engine(config, world, ARMS[arm])
-        for note in engine.notes:
-            console.line(f"note: {note}")
-        for step in range(steps):
-            outcome = compute(engine, step)
-            named = {"loss": outcome.loss, "grad_norm": outcome.grad_norm, **outcome.grads}
-            named["expert counts"] = outcome.counts_LE
-            digests.append({name: digest(x) for name, x in named.items()})
-            losses.append(outcome.loss.item())
-            norms.append(outcome.grad_norm.item())
-            apply(engine, outcome, step)
-        del engine, outcome, named
+        with _engine(config, world, arm) as engine:
+            for note in engine.notes:
+                console.line(f"note: {note}")
+            for step in range(steps):
+                outcome = compute(engine, step)
+                named = _named(outcome)
+                digests.append({name: digest(x) for name, x in named.items()})
+                losses.append(outcome.loss.item())
+                norms.append(outcome.grad_norm.item())
+                apply(engine, outcome, step)
+            del outcome, named
+        del engine
         _free()
     return _Record(losses, norms, digests)
+
+
+@contextmanager
+def _engine(config: Config, world: World, arm: str) -> Iterator[Engine]:
+    """An arm's engine, closed at the end; after an error without waiting for anyone."""
+    engine = build_engine(config, world, ARMS[arm])
+    try:
+        yield engine
+    except BaseException:
+        engine.close(wait=False)
+        raise
+    engine.close()
+
+
+def _named(outcome: Outcome) -> dict[str, Tensor]:
+    """What is compared."""
+    named = {"loss": outcome.loss, "grad_norm": outcome.grad_norm, **outcome.grads}
+    return named | {"expert counts": outcome.counts_LE}
 
 
 def _free() -> None:
@@ -179,15 +199,14 @@ def _look_closer(
     values = []
     with console.working(f"looking for the first differing element of {where.tensor}"):
         for name in (first, arm):
-            engine = build_engine(config, world, ARMS[name])
-            for step in range(where.step):
-                outcome = compute(engine, step)
-                if step + 1 < where.step:
-                    apply(engine, outcome, step)
-            named = {"loss": outcome.loss, "grad_norm": outcome.grad_norm, **outcome.grads}
-            named["expert counts"] = outcome.counts_LE
-            values.append(named[where.tensor].detach().cpu().clone())
-            del engine, outcome, named
+            with _engine(config, world, name) as engine:
+                for step in range(where.step):
+                    outcome = compute(engine, step)
+                    if step + 1 < where.step:
+                        apply(engine, outcome, step)
+                values.append(_named(outcome)[where.tensor].detach().cpu().clone())
+                del outcome
+            del engine
             _free()
     shown = where
     if world.rank == where.rank:

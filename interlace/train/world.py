@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from interlace.capture import close_all, set_allocator
 from interlace.ep.transport import drop_group
+from interlace.ep.windows import close_windows
 from interlace.train.config import Config, check
 
 if TYPE_CHECKING:
@@ -72,6 +74,8 @@ def init_world(config: Config) -> World:
     local_rank = _number(os.environ, "LOCAL_RANK", rank)
     local_size = _number(os.environ, "LOCAL_WORLD_SIZE", size)
     check(config, size)
+    if torch.version.cuda:
+        set_allocator()  # before CUDA starts
     device = _pick_device(config.training.device, local_rank)
     _set_threads(device, local_size)
     degree, loopback = config.parallelism.expert_parallel_degree, _is_loopback(config)
@@ -95,7 +99,13 @@ def timeout_seconds(config: Config, world: World) -> int:
 
 
 def close_world(world: World) -> None:
-    """Leave all process groups.  Only after success: with a dead peer this may wait for it."""
+    """Leave all process groups.  Only after success: with a dead peer this may wait for it.
+
+    Captured graphs go first, for they hold communicators and write into peers' windows; then the
+    windows, which groups map; then the groups.
+    """
+    close_all()
+    close_windows()
     drop_group("ep")  # the engine's registration; its process group ends below
     if world.size == 1:
         return
