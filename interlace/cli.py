@@ -229,6 +229,64 @@ def _schedule(argv: list[str]) -> int:
     return 0
 
 
+def _bench(argv: list[str]) -> int:
+    parser = _parser("bench", _TARGET)
+    parser.description = f"{parser.description}.  {_SETTINGS_HINT}"
+    parser.add_argument(
+        "--arms",
+        help="comma-separated, or all; default: control, scheduled, chunk-scheduled and these "
+        "captured, as far as they can run here",
+    )
+    parser.add_argument(
+        "--budgets", metavar="N,N", help="thread blocks that an exchange may take, such as 1,2,8"
+    )
+    parser.add_argument(
+        "--sweep", action="append", default=[], metavar="NAME=VALUE,VALUE",
+        help="a setting of overlap, ep or compile; may be repeated, every combination is run",
+    )  # fmt: skip
+    parser.add_argument("--rounds", type=int, default=5, help="turns of every arm (default 5)")
+    parser.add_argument(
+        "--optimizer", action="store_true", help="time the update too, with a learning rate of 0"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with bars")
+    parser.add_argument("--trace", type=Path, metavar="DIR", help="keep the profiles, for report")
+    parser.add_argument(
+        "--min-gain", type=float, metavar="RATIO",
+        help="exit with 1 if the best arm gains less over the control under any budget",
+    )  # fmt: skip
+    _add_nproc(parser)
+    options, rest = _parse(parser, argv)
+    _, size = _load(rest, options.nproc)
+    from interlace.measure.bench_request import (
+        Request,
+        check_files,
+        read_arms,
+        read_budgets,
+        read_settings,
+    )
+
+    request = Request(
+        *read_arms(options.arms),
+        read_budgets(options.budgets),
+        read_settings(rest, options.sweep, size),
+        rounds=options.rounds,
+        min_gain=options.min_gain,
+        optimizer=options.optimizer,
+        json=options.json,
+        html=options.html,
+        trace=options.trace,
+    )
+    check_files(request)
+
+    def work(world: World) -> bool:
+        from interlace.measure.bench import bench
+
+        return bench(request, world)
+
+    return _run(["bench", *argv], request.settings[0].config, size, work)
+
+
 def _report(argv: list[str]) -> int:
     parser = _parser("report", "TRACE... [options]")
     parser.add_argument("traces", nargs="*", type=Path, metavar="TRACE", help="of torch.profiler")
@@ -295,6 +353,11 @@ _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str, str]] = {
         _schedule,
         "what may run beside each exchange, what does, and a timeline",
         "interlace schedule dsv3-16b-slim --overlap.chunks 2 --out runs/schedule",
+    ),
+    "bench": (
+        _bench,
+        "what overlap buys on this machine: arms in turn, times, exposure, bitwise verdict",
+        "interlace bench qwen3-30b-slim --ep.transport loopback --ep.padded --budgets 1,8",
     ),
     "report": (
         _report,

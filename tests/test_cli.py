@@ -60,7 +60,7 @@ def test_help_of_a_preset_lists_settings(capsys: pytest.CaptureFixture[str]) -> 
 
 ERRORS: list[tuple[list[str], str]] = [
     (["trian"], "unknown command 'trian'; did you mean train?"),
-    (["xyz"], "unknown command 'xyz'; commands: train, verify, trace, schedule, report, doctor."),
+    (["xyz"], "commands: train, verify, trace, schedule, bench, report, doctor."),
     (["train"], "name a preset or a TOML file first; presets: dsv3-tiny"),
     (["train", "--nprc", "2", "dsv3-tiny"], "first, got --nprc"),
     (["train", "dsv3-tiny", "--nproc", "two"], "--nproc: invalid int value: 'two'"),
