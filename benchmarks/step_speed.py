@@ -3,8 +3,8 @@
     python benchmarks/step_speed.py dsv3-16b-slim --steps 20 --out FILE.json
 
 No exchange (expert parallelism of 1), 2 sequences of 4096 tokens, balanced routing, random tokens,
-float32 weights and AdamW states, the step captured.  Prints the median step with its spread, and
-where the time goes: kernels of one step by kind, beside the floor that arithmetic and bytes set.
+float32 weights and AdamW states, compiled regions, the step captured.  Prints the median step with
+its spread, and where the time goes: the longest kernels of one step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WARM_UP = 5
 FLAGS = (
     "--parallelism.expert_parallel_degree 1 --training.local_batch_size 2 --training.seq_len 4096 "
     "--model.routing balanced --data.source random --data.max_documents 1 "
-    "--ep.padded --capture.enabled"
+    "--ep.padded --capture.enabled --compile.regional"
 )
 
 

@@ -4,13 +4,15 @@
     python docs/pictures.py report     # those whose name is given
 
 The schedules come from `interlace schedule` with the flags below, the report's timeline from the
-bundled demo trace.  `tests/test_docs.py` fails when a picture no longer says what the tool says.
+bundled demo trace, the bars from results of `interlace bench` in benchmarks/results.
+`tests/test_docs.py` fails when a picture no longer says what the tool says.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
 import sys
 import tempfile
 from importlib.resources import as_file, files
@@ -97,12 +99,66 @@ def draw_report() -> str:
     return "\n".join([*parts, "</svg>\n"])
 
 
+BENCHES = ("qwen3-30b-slim", "dsv3-16b-slim")
+_RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+_MS = 1.6  # pixels a millisecond
+
+
+def draw_bench() -> str:
+    """Captured arms of `interlace bench` as bars: what is exposed of the exchange, and the rest."""
+    parts, y = [], _TOP
+    for preset in BENCHES:
+        path = _RESULTS / f"2026-11-29-h200-bench-{preset}.json"
+        figures = json.loads(path.read_text(encoding="utf-8"))
+        bounds = {b["budget"]: b for b in figures["ceilings"]}
+        arms = [a for a in figures["arms"] if a["arm"].endswith("captured")]
+        for budget, bound in bounds.items():
+            blocks = "block" if budget == 1 else "blocks"
+            name = f"{preset}, {budget} thread {blocks} for an exchange"
+            parts.append(f'<text x="12" y="{y + 14}" class="h">{name}</text>')
+            y += 22
+            top = y
+            for arm in (a for a in arms if a["budget"] == budget):
+                bare, whole = arm["exposed_ms"] * _MS, arm["ms"] * _MS
+                parts.append(f'<text x="12" y="{y + 14}">{arm["arm"]}</text>')
+                for x, width, kind in ((0, bare, "exposed"), (bare, whole - bare, "compute")):
+                    place = f'x="{_LEFT + 50 + x:.1f}" y="{y + 2}"'
+                    size = f'width="{width:.1f}" height="16"'
+                    parts.append(f'<rect {place} {size} class="{kind}"/>')
+                text = f"{arm['ms']:.1f} ms, {arm['hidden_share']:.0%} hidden"
+                parts.append(f'<text x="{_LEFT + 58 + whole:.1f}" y="{y + 14}">{text}</text>')
+                y += 21
+            least = max(bound["compute_only_ms"], bound["exchange_only_ms"]) * _MS
+            place = f'x="{_LEFT + 50 + least:.1f}" y="{top}" width="2" height="{y - top}"'
+            parts.append(f'<rect {place} class="copy"/>')
+            y += 8
+    y += 16
+    legend = (
+        ("exposed", "exchange with nothing beside it"),
+        ("compute", "the rest of the step"),
+        ("copy", "the larger of compute only and exchange only"),
+    )
+    for x, (kind, text) in zip((_LEFT, _LEFT + 230, _LEFT + 400), legend, strict=True):
+        parts.append(f'<rect x="{x}" y="{y - 10}" width="11" height="11" class="{kind}"/>')
+        parts.append(f'<text x="{x + 16}" y="{y}">{text}</text>')
+    head = "interlace bench on one H200 in loopback, forward and backward, whole-step CUDA graphs"
+    opening = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 980 {y + 12}" width="980" '
+        f'height="{y + 12}" role="img">',
+        f"<title>{head}</title>",
+        f"<style>{_STYLE}</style>",
+        f'<text x="12" y="22" class="h">{head}</text>',
+    ]
+    return "\n".join([*opening, *parts, "</svg>\n"])
+
+
 def main(names: list[str]) -> None:
-    known = [*SCHEDULES, "report"]
+    others = {"report": draw_report, "bench": draw_bench}
+    known = [*SCHEDULES, *others]
     for name in names or known:
         if name not in known:
             raise SystemExit(f"no picture is called {name}; there are {', '.join(known)}.")
-        text = draw_report() if name == "report" else draw_schedule(name)
+        text = others[name]() if name in others else draw_schedule(name)
         (IMG / f"{name}.svg").write_text(text, encoding="utf-8")
         print(f"wrote {IMG / name}.svg, {len(text):,} bytes")
 
