@@ -47,6 +47,8 @@ def figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any
 
 def test_json_and_text_have_the_promised_shape(figures: dict[str, Any]) -> None:
     assert figures["preset"] == "qwen3-tiny"
+    assert figures["settings"]["ep.transport"] == "loopback"
+    assert "model.top_k" not in figures["settings"]
     assert figures["transport"] == "loopback"
     assert figures["torch"] == torch.__version__
     assert figures["machine"].startswith("CPU")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +18,9 @@ from interlace.measure.bench_timing import DeviceState, Spread, spread
 from interlace.measure.bench_verdict import over_bound, paired_gain
 from interlace.model.flops import flops_per_token
 from interlace.train.arms import ARMS
-from interlace.train.config import Config
+from interlace.train.config import Config, walk
 from interlace.train.metrics import GIB, peak_flops
+from interlace.train.presets import PRESETS
 from interlace.train.world import World, gather, num_cores
 
 
@@ -50,7 +52,9 @@ def figures_of(
         for line in lines
     ]  # fmt: skip
     return {
+        "date": time.strftime("%Y-%m-%d"),
         "preset": config.preset,
+        "settings": changed_settings(config),
         "machine": machine_of(world),
         "torch": str(torch.__version__),
         "transport": transport_of(world),
@@ -66,6 +70,15 @@ def figures_of(
             {"arm": each.arm, "setting": dict(each.values), "reason": each.reason}
             for each in left_out
         ],
+    }
+
+
+def changed_settings(config: Config) -> dict[str, Any]:
+    """By dotted name, what is set otherwise than in the preset of that name; all, if there is none."""
+    base = PRESETS.get(config.preset)
+    before = {} if base is None else {setting.name: setting.value for setting in walk(base)}
+    return {
+        s.name: s.value for s in walk(config) if s.name not in before or before[s.name] != s.value
     }
 
 
