@@ -11,9 +11,13 @@ the last row, so that every backend moves the rows that it asks for and no paddi
     copy     GB/s on the wire of a bare copy with the same CTAs: of the rows that leave and, in
              loopback, of those that stay; then the backend's time over the copy's
 
+Kinds: ``dispatch``; ``combine``, a row a slot; ``reduce``, the combine of ``reduce="rank"`` where a
+backend has one: each rank sums its rows of a token, which is in the time, and sends one; ``plan``.
+
 In loopback 1 of W parts of the rows stays here and is copied at full speed; the others cross the
 bound.  Between processes NCCL has its own bound, so that ``alltoall`` has one line.  First all
-results are compared with those of ``alltoall``, bitwise.  Takes about a minute.
+results are compared with those of ``alltoall``, bitwise, rank sums within their rounding.  Takes
+about a minute.
 """
 
 from __future__ import annotations
@@ -33,7 +37,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from interlace import ep
-from interlace.ep import signals
+from interlace.ep import hybridep, signals
+from interlace.ep.backend import get_backend
 from interlace.ep.budget import bounded
 from interlace.ep.windows import close_windows, open_windows
 from interlace.kernels.bounded_copy import bounded_copy
@@ -101,9 +106,9 @@ class Bench:
         start = torch.arange(shape.tokens, device=self.device)[:, None] % step
         return start + step * torch.arange(shape.top_k, device=self.device)
 
-    def exchange(self, backend: str) -> ep.Exchange:
+    def exchange(self, backend: str, reduce: str = "slot") -> ep.Exchange:
         g = self.group
-        return ep.Exchange(g.name, g.size, g.rank, backend, padded=True, capacity_factor=1.0)
+        return ep.Exchange(g.name, g.size, g.rank, backend, True, 1.0, reduce=reduce)
 
     def microseconds(self, run: Callable[[int], Any], repeats: int) -> tuple[float, float]:
         """Median and half of the range of one of ``repeats`` calls in a graph."""
@@ -135,21 +140,34 @@ class Bench:
             torch.cuda.synchronize()
 
     def check(self, backend: str, shape: Shape) -> None:
-        """Dispatch, combine and the sum at the origin, bitwise those of ``alltoall``."""
+        """Dispatch, combine and the sum at the origin, bitwise those of ``alltoall``.
+
+        Rank sums, where there are any, are three roundings apart from these, each of a value no
+        larger than the sum of magnitudes; what float32 adds is far below the fourth.
+        """
         torch.manual_seed(self.group.rank)
         x = torch.randn(shape.tokens, shape.hidden, device=self.device).bfloat16()
         scores = torch.rand(shape.tokens, shape.top_k, device=self.device)
         ids = torch.rand(shape.tokens, shape.experts, device=self.device).argsort(1)
-        found = []
-        for name in (backend, "alltoall"):
-            exchange = self.exchange(name)
-            plan = ep.plan(ids[:, : shape.top_k].contiguous(), shape.experts, exchange)
+        ids = ids[:, : shape.top_k].contiguous()
+
+        def results(x: Tensor, exchange: ep.Exchange) -> tuple[Tensor, Tensor, Tensor]:
+            plan = ep.plan(ids, shape.experts, exchange)
             rows = ep.dispatch(x, plan)
             out = ep.combine(rows * 2, scores, plan)
-            found.append((rows[: int(plan.live)], out, plan.offsets))
-        for a, b in zip(*found, strict=True):
+            return rows[: int(plan.live)], out, plan.offsets
+
+        expected = results(x, self.exchange("alltoall"))
+        for a, b in zip(results(x, self.exchange(backend)), expected, strict=True):
             if not torch.equal(a, b):
                 raise SystemExit(f"benchmarks/exchange.py: {backend} differs from alltoall.")
+        if get_backend(backend).expert_side is None:
+            return
+        magnitude = results(x.abs(), self.exchange("alltoall"))[1].float()
+        sums = results(x, self.exchange(backend, "rank"))[1]
+        bound = 2 * torch.finfo(x.dtype).eps * magnitude  # a rounding is half of eps at most
+        if ((sums.float() - expected[1].float()).abs() > bound).any():
+            raise SystemExit(f"benchmarks/exchange.py: rank sums of {backend} are wrong.")
 
     def copies(self, shape: Shape, ctas: int | None) -> tuple[float, float]:
         """A bare copy of the flat exchange's bytes, bounded as an exchange would be."""
@@ -174,7 +192,7 @@ class Bench:
         return min(max(GRAPH_BYTES // (shape.rows * shape.row_bytes), 1), 20)
 
     def exchanges(self, backend: str, shape: Shape, ctas: int | None) -> list[Row]:
-        """Times of dispatch and combine under a bound."""
+        """Times of dispatch, combine and, if the backend has it, reduce under a bound."""
         exchange, repeats = self.exchange(backend), self.repeats(shape)
         plan = ep.plan(self.ids(shape), shape.experts, exchange)
         sources = {
@@ -191,25 +209,27 @@ class Bench:
             y = sources["combine"]
             _ops.wait(*_ops.combine_launch(y, plan.meta, None, plan.sent_rows, 0, *where))
 
+        def reduce(_: int) -> None:
+            args = sources["combine"], plan.meta, None, plan.stage_rows, 0, *where
+            _ops.wait(*_ops.combine_launch(*args, scores=staged, reduce="rank"))
+
+        kinds = {"dispatch": dispatch, "combine": combine}
+        flat = wire = shape.remote_rows * shape.row_bytes
+        if backend == "hybridep":
+            wire = hybridep.traffic(plan.meta, shape.row_bytes, self.group.rank).wire
+            staged = torch.rand(plan.stage_rows, shape.top_k, device=self.device)
+            kinds["reduce"] = reduce
+        moved = {"dispatch": wire, "combine": flat, "reduce": wire}
         rows = []
         with bounded(ctas):
-            for kind, run in (("dispatch", dispatch), ("combine", combine)):
+            for kind, run in kinds.items():
                 us, spread = self.microseconds(run, repeats)
-                wire = self.wire_rows(backend, kind, shape) * shape.row_bytes
                 logical = shape.rows * shape.row_bytes
                 rows.append(
                     Row(backend, kind, shape.tokens, ctas, round(us, 1), round(spread, 1),
-                        round(wire / us / 1e3, 1), round(logical / us / 1e3, 1))
+                        round(moved[kind] / us / 1e3, 1), round(logical / us / 1e3, 1))
                 )  # fmt: skip
         return rows
-
-    def wire_rows(self, backend: str, kind: str, shape: Shape) -> int:
-        """Rows that leave the rank: for ``hybridep`` one a token and remote rank that it needs."""
-        if backend != "hybridep" or kind != "dispatch":
-            return shape.remote_rows
-        rank_TK = self.ids(shape) // (shape.experts // shape.ranks)
-        others = [r for r in range(shape.ranks) if r != self.group.rank]
-        return sum(int((rank_TK == r).any(1).sum()) for r in others)
 
     def plans(self, backend: str, shape: Shape) -> Row:
         """The time of a plan: metadata and the exchange of counts."""

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
+from dataclasses import replace
 
 import pytest
+import test_chunk
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from interlace import ep
+from interlace import _compat, ep
 from interlace.ep import alltoall, pending
+from interlace.ep.windows import close_windows
 from interlace.kernels.grouped_mm import grouped_mm_ref
 
 H, E = 8, 8
@@ -140,6 +145,134 @@ def test_unequal_tokens_are_refused_by_every_rank_in_padded_mode(two_ranks) -> N
         assert "as many tokens on every rank; blocks of rows by rank are [10, 16]" in message
 
 
+# --- unequal numbers of tokens in padded mode: every backend has blocks of max_tokens then
+
+UNEQUAL = {2: [[5, 8], [0, 3], [8, 0], [1, 1]], 4: [[5, 0, 9, 1], [0, 0, 1, 0], [2, 9, 0, 7]]}
+BACKENDS = ["alltoall", "minimal_async", "hybridep"]
+
+
+def _padded_equals_exact(rank: int, size: int, counts: list[list[int]], slack: int) -> None:
+    """Oracle: the exact all-to-all, which never had to know how many tokens others bring; it is
+    compared with a dense computation above.  Output and gradients of x, scores and weights."""
+    ep.register_group(ep.Group("ep", size, rank, "process", dist.group.WORLD))
+    most = max(map(max, counts)) + slack
+    for (i, tokens), routing in itertools.product(enumerate(counts), ROUTINGS):
+        x, ids, scores, w, g = _problem(tokens[rank], 2, 50 * i + rank, routing)
+        local = w[rank * E // size : (rank + 1) * E // size]
+        exact, padded = (
+            _exchanged(x, ids, scores, local, g, ep.Exchange("ep", size, rank, **settings))
+            for settings in ({}, {"padded": True, "max_tokens": most})
+        )
+        for a, b in zip(exact[0], padded[0], strict=True):
+            assert torch.equal(a, b)
+        for name in ("counts", "offsets", "live", "overflow"):
+            assert torch.equal(getattr(exact[1], name), getattr(padded[1], name))
+        assert padded[1].out_rows == size * most * 2
+    ep.drop_group("ep")
+
+
+@pytest.mark.parametrize("slack", [0, 3])
+def test_unequal_tokens_of_two_processes(two_ranks, slack: int) -> None:
+    two_ranks.run(_padded_equals_exact, UNEQUAL[2], slack)
+
+
+def test_unequal_tokens_of_four_processes(four_ranks) -> None:
+    four_ranks.run(_padded_equals_exact, UNEQUAL[4], 0)
+
+
+def test_capacity_follows_from_the_most_tokens() -> None:
+    """max_tokens * K * f / W; the worst case has max_tokens * min(K, E / W)."""
+    for factor, expected in ((None, 20), (1.0, 10), (1.25, 13)):
+        ex = ep.Exchange("x", 2, 0, padded=True, capacity_factor=factor, max_tokens=10)
+        assert [ex.block_rows(n, 2, 8) for n in (0, 3, 10)] == [expected] * 3
+    assert ep.Exchange("x", 2, 0, max_tokens=10).block_rows(11, 2, 8) is None
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_room_for_more_tokens_changes_no_bit(backend: str, size: int) -> None:
+    """Oracle: the same backend with room for the tokens that there are."""
+    ep.register_group(ep.Group("mirror", size, 0, "loopback"))
+    for num_tokens in (0, 1, 6):
+        x, ids, scores, w, g = _problem(num_tokens, 3, num_tokens)
+        (wanted, _), (found, plan) = (
+            _exchanged(x, ids, scores, w[: E // size], g,
+                       ep.Exchange("mirror", size, 0, backend, True, max_tokens=most))
+            for most in (None, 11)
+        )  # fmt: skip
+        assert all(map(torch.equal, found, wanted))
+        assert plan.out_rows == size * 11 * min(3, E // size)
+    close_windows()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("max_tokens", [None, 5, 9])
+def test_shapes_without_values_are_those_of_the_run(backend: str, max_tokens: int | None) -> None:
+    ep.register_group(ep.Group("mirror", 2, 0, "loopback"))
+    for num_tokens in (0, 5):
+        _, ids, *_ = _problem(num_tokens, 2, 0)
+        rows = ep.Exchange("mirror", 2, 0, padded=True, max_tokens=max_tokens).block_rows(
+            num_tokens, 2, E
+        )
+        args = (E, rows, "mirror", backend)
+        real = torch.ops.ep.plan(ids, *args, max_tokens=max_tokens)
+        with _compat.fake_mode() as mode:
+            fake = torch.ops.ep.plan(_compat.to_fake(mode, ids), *args, max_tokens=max_tokens)
+        for a, b in zip((*real[:4], *real[4]), (*fake[:4], *fake[4]), strict=True):
+            assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        sizes = [ep.ops.sizes_of(made[4], 2, backend, max_tokens) for made in (real, fake)]
+        assert sizes[0] == sizes[1]
+        assert sizes[0].num_tokens == num_tokens
+    close_windows()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_parts_of_a_batch_have_room_for_max_tokens_each(backend: str) -> None:
+    """Oracle: chunking in plain PyTorch with the room that follows from the part."""
+    chunking = test_chunk.Chunking(test_chunk.MOE, 2, test_chunk.BATCH)
+    most = test_chunk.B * test_chunk.S + 5
+    exchange = replace(test_chunk._exchange(2, padded=True), backend=backend)
+    model = test_chunk.Net(replace(exchange, max_tokens=most))
+    traced, _ = test_chunk._chunked(model, chunking)
+    for layer in model.layers:
+        layer.moe.exchange = exchange
+    test_chunk._assert_equals_eager_chunking(model, traced, chunking)
+    close_windows()
+
+
+def _refused(rank: int, size: int, backend: str, tokens: list[int], most: list) -> str:
+    ep.register_group(ep.Group("ep", size, rank, "process", dist.group.WORLD))
+    _, ids, *_ = _problem(tokens[rank], 2, 0)
+    try:
+        ep.plan(ids, E, ep.Exchange("ep", size, rank, backend, True, max_tokens=most[rank]))
+    except ValueError as error:
+        return str(error)
+    finally:
+        close_windows()
+        ep.drop_group("ep")
+    return "no error"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ranks_that_expect_other_sizes_are_refused(two_ranks, backend: str) -> None:
+    for tokens, most in (([5, 8], [None, None]), ([5, 5], [5, 8]), ([5, 3], [None, 8])):
+        for message in two_ranks.run(_refused, backend, tokens, most):
+            assert "as many tokens on every rank; blocks of rows by rank are [10, 16]" in message
+            assert "set max_tokens of the exchange alike on all" in message
+
+
+def test_more_tokens_than_the_most_are_refused(two_ranks) -> None:
+    for backend in BACKENDS:
+        messages = two_ranks.run(_refused, backend, [6, 7], [5, 5])
+        assert messages == [
+            f"ep.max_tokens=5: rank {rank} of group 'ep' brings {tokens} tokens to one plan; raise "
+            "it on all ranks."
+            for rank, tokens in enumerate((6, 7))
+        ]
+    with pytest.raises(ValueError, match=r"ep.max_tokens: 0 tokens; expected at least 1, or None"):
+        ep.Exchange(max_tokens=0)
+
+
 def _carriers(rank: int, size: int) -> list[str]:
     """Which communicator carries what, in order: a plan, a dispatch, a combine."""
     counts, real, seen = dist.new_group(), dist.all_to_all_single, []
@@ -230,3 +363,18 @@ def test_bad_arguments_are_named() -> None:
         ep.plan(torch.zeros(2, 1, dtype=torch.int64), 8, ep.Exchange("paper", 2, 0))
     with pytest.raises(ValueError, match="unknown kind 'psychic'"):
         ep.register_group(ep.Group("x", 2, 0, "psychic"))
+
+
+@pytest.mark.slow
+def test_groups_are_forgotten_at_exit() -> None:
+    """A process group that is held into Python's exit may abort the process."""
+    code = """
+import atexit, sys
+atexit.register(lambda: print(sorted(sys.modules["interlace.ep.transport"]._groups)))  # runs last
+from interlace import ep
+ep.register_group(ep.Group("experts", 4, 0, "loopback"))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "['single']\n"

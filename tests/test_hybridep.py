@@ -10,6 +10,7 @@ import itertools
 import math
 import time
 from collections import Counter
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -96,23 +97,30 @@ def test_loopback_equals_alltoall(tokens, top_k, hidden, size, routing, factor, 
     _against_alltoall(problem, problem[3][: E // size], capacity_factor=factor, **where)
 
 
-def _rank_equals(
-    rank: int, size: int, tokens: int, hidden: int, routings: list[str], factor: float | None
-) -> int:
-    """Runs both backends on this rank's own problem and routing; returns the overflow."""
+@contextmanager
+def _group(rank: int, size: int):
+    """The group of all processes, with windows poisoned; yields its part of an Exchange."""
     ep.register_group(ep.Group("ep", size, rank, "process", dist.group.WORLD))
     windows.poison_on_reuse(enabled=True)
     try:
-        problem = _problem(tokens, 2, hidden, 7 + rank, routings[rank % len(routings)])
-        local = problem[3][rank * E // size : (rank + 1) * E // size]
-        where = {"group": "ep", "size": size, "rank": rank, "capacity_factor": factor}
-        for repeat in range(2):  # windows that were used before
-            _against_alltoall((problem[0] + repeat, *problem[1:]), local, **where)
-        return int(ep.plan(problem[1], E, ep.Exchange(padded=True, **where)).overflow)
+        yield {"group": "ep", "size": size, "rank": rank}
     finally:
         windows.poison_on_reuse(enabled=False)
         windows.close_windows("ep")
         ep.drop_group("ep")
+
+
+def _rank_equals(
+    rank: int, size: int, tokens: int, hidden: int, routings: list[str], factor: float | None
+) -> int:
+    """Runs both backends on this rank's own problem and routing; returns the overflow."""
+    with _group(rank, size) as where:
+        problem = _problem(tokens, 2, hidden, 7 + rank, routings[rank % len(routings)])
+        local = problem[3][rank * E // size : (rank + 1) * E // size]
+        where["capacity_factor"] = factor
+        for repeat in range(2):  # windows that were used before
+            _against_alltoall((problem[0] + repeat, *problem[1:]), local, **where)
+        return int(ep.plan(problem[1], E, ep.Exchange(padded=True, **where)).overflow)
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
@@ -138,6 +146,46 @@ def test_both_cut_the_same_slots(two_ranks, factor: float) -> None:
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_four_processes_equal_alltoall(four_ranks, routing: str) -> None:
     four_ranks.run(_rank_equals, 5, 6, [routing, "random"], None)
+
+
+def _unequal_equals_exact(rank: int, size: int, counts, hidden: int, factor) -> None:
+    """Oracle: the exact all-to-all; with a capacity, the padded one, which cuts the same slots."""
+    most = max(map(max, counts))
+    with _group(rank, size) as where:
+        room = {"padded": True, "capacity_factor": factor, "max_tokens": most, **where}
+        for (i, tokens), routing in itertools.product(enumerate(counts), ROUTINGS):
+            problem = _problem(tokens[rank], 2, hidden, 10 * i + rank, routing)
+            local = problem[3][rank * E // size : (rank + 1) * E // size]
+            backend = {"backend": "hybridep", **room}
+            (exact, wanted), (slot, plan), (expert, _) = (
+                _run(*problem[:3], local, problem[4], ep.Exchange(**settings))
+                for settings in (room if factor else where, backend,
+                                 {**backend, "scores_at": "expert"})
+            )  # fmt: skip
+            assert _differs(exact, slot) == []
+            for name in ("counts", "offsets", "live", "overflow"):
+                assert torch.equal(getattr(plan, name), getattr(wanted, name))
+            assert _differs(exact, expert) in ([], ["scores"])  # their dots run in another order
+            torch.testing.assert_close(exact[3], expert[3], rtol=1e-5, atol=1e-5)
+            assert (plan.sent_rows, plan.stage_rows) == (2 * most, size * most)
+            _check_traffic(plan, rank, most)
+
+
+def _check_traffic(plan: ep.Plan, rank: int, most: int) -> None:
+    """Oracle: the origins of the rows, one by one."""
+    slots = [s for s in plan.meta[hybridep.ROW_SLOT].tolist() if s >= 0]
+    away = [s for s in slots if s // (2 * most) != rank]
+    expected = (10 * len({s // 2 for s in away}), 10 * len(away))
+    assert hybridep.traffic(plan.meta, 10, rank) == expected
+
+
+@pytest.mark.parametrize(("hidden", "factor"), [(8, None), (7, None), (1, None), (8, 1.0)])
+def test_unequal_tokens_of_two_processes(two_ranks, hidden: int, factor: float | None) -> None:
+    two_ranks.run(_unequal_equals_exact, [[5, 8], [0, 3], [8, 0]], hidden, factor)
+
+
+def test_unequal_tokens_of_four_processes(four_ranks) -> None:
+    four_ranks.run(_unequal_equals_exact, [[5, 0, 9, 1], [0, 9, 0, 0]], 7, None)
 
 
 def _late(rank: int, size: int, where: str) -> None:
@@ -258,20 +306,14 @@ def _check_promise(result: list[Tensor], problem, size: int) -> None:
 
 
 def _rank_reduced(rank: int, size: int, dtype: torch.dtype) -> list[Tensor]:
-    ep.register_group(ep.Group("ep", size, rank, "process", dist.group.WORLD))
-    windows.poison_on_reuse(enabled=True)
-    try:
+    with _group(rank, size) as where:
         problem = _rank_problem(rank, dtype)
         mine = slice(rank * E // size, (rank + 1) * E // size)
-        ex = ep.Exchange("ep", size, rank, "hybridep", padded=True, reduce="rank")
+        ex = ep.Exchange(**where, backend="hybridep", padded=True, reduce="rank")
         runs = [_reduced(*problem[:3], problem[3][mine], problem[4], ex) for _ in range(2)]
         _check_promise(runs[0], problem, size)
         assert all(map(torch.equal, *runs))
         return runs[0]
-    finally:
-        windows.poison_on_reuse(enabled=False)
-        windows.close_windows("ep")
-        ep.drop_group("ep")
 
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -301,14 +343,41 @@ def test_rank_sums_within_rounding_of_fp64(dtype: torch.dtype) -> None:
     """One rounding a rank and one at the end, of values no larger than the sum of magnitudes."""
     x, ids, scores, factors, g = _rank_problem(3, dtype)
     ex = ep.Exchange(**_mirror(2), backend="hybridep", padded=True, reduce="rank")
-    out, gx, gs = _reduced(x, ids, scores, factors[: E // 2], g, ex)
-    f = factors[: E // 2].repeat(2)[ids][:, :, None].to(dtype)
+    result = _reduced(x, ids, scores, factors[: E // 2], g, ex)
+    _check_rounding(result, x, ids, scores, factors[: E // 2].repeat(2), g)
+
+
+def _check_rounding(result: list[Tensor], x, ids, scores, factors, g) -> None:
+    (out, gx, gs), dtype = result, x.dtype
+    f = factors[ids][:, :, None].to(dtype)
     y, s, g = (x[:, None] * f).double(), scores.double()[:, :, None], g.double()[:, None]
     eps = torch.finfo(dtype).eps
     for got, terms, roundings in ((out, s * y, 2), (gx, s * g * f.double(), 4)):
         bound = roundings * eps * terms.abs().sum(1)
         assert ((got.double() - terms.sum(1)).abs() <= bound).all()
     assert ((gs - (y * g).sum(2)).abs() <= 1e-6 * (y * g).abs().sum(2)).all()
+
+
+def _rank_reduced_unequal(rank: int, size: int, counts: list[list[int]], dtype) -> None:
+    mine, factors = slice(rank * E // size, (rank + 1) * E // size), torch.linspace(0.5, 2.0, E)
+    with _group(rank, size) as where:
+        room = {"padded": True, "max_tokens": max(map(max, counts)), **where}
+        for i, tokens in enumerate(counts):
+            x, ids, scores, _, g = _problem(tokens[rank], 4, 7, 40 * i + rank, "random")
+            x, g = x.to(dtype), g.to(dtype)
+            ex = ep.Exchange(backend="hybridep", reduce="rank", **room)
+            result = _reduced(x, ids, scores, factors[mine], g, ex)
+            assert [r.shape[0] for r in result] == [tokens[rank]] * 3
+            if tokens[rank]:
+                _check_promise(result, (x, ids, scores, factors, g), size)
+                _check_rounding(result, x, ids, scores, factors, g)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rank_sums_of_unequal_tokens(two_ranks, four_ranks, dtype: torch.dtype) -> None:
+    """Oracles as above, bitwise and fp64; rows of 7 elements."""
+    two_ranks.run(_rank_reduced_unequal, [[5, 8], [0, 3], [8, 0]], dtype)
+    four_ranks.run(_rank_reduced_unequal, [[5, 0, 9, 1], [0, 9, 0, 0]], dtype)
 
 
 def test_one_rank_sums_as_slots_do() -> None:

@@ -127,6 +127,49 @@ def test_four_processes(four_ranks) -> None:
     four_ranks.run(_compare, CASES)
 
 
+def _unequal_equals_exact(rank: int, size: int, cases) -> None:
+    """Oracle: the exact all-to-all; with a capacity, the padded one, which cuts the same slots.
+
+    Windows are used again with other numbers of tokens, and poisoned each time.
+    """
+    poison_on_reuse(enabled=True)
+    most = max(n for tokens, *_ in cases for n in tokens) + 1
+    try:
+        with _group(rank, size):
+            for i, (tokens, top_k, hidden, dtype, routing, factor) in enumerate(cases):
+                problem = _problem(tokens[rank], top_k, hidden, dtype, 100 * i + rank, routing)
+                room = {"padded": True, "capacity_factor": factor, "max_tokens": most}
+                actual = _results(problem, ep.Exchange("ep", size, rank, "minimal_async", **room))
+                oracle = room if factor else {}
+                expected = _results(problem, ep.Exchange("ep", size, rank, **oracle))
+                for key, value in expected.items():
+                    assert actual[key].dtype == value.dtype
+                    assert torch.equal(actual[key], value), (key, tokens)
+        assert not signals.opened()
+    finally:
+        poison_on_reuse(enabled=False)
+
+
+def _unequal_cases(counts: list[list[int]]) -> list[tuple]:
+    shapes = [
+        (2, 8, torch.float32, "random", None),
+        (3, 13, torch.bfloat16, "unequal", None),  # rows of 26 bytes
+        (1, 1, torch.float32, "last", None),
+        (2, 3, torch.float32, "all-to-one", None),
+        (2, 8, torch.float32, "unequal", 1.0),
+    ]
+    return [(tokens, *shape) for tokens in counts for shape in shapes]
+
+
+def test_unequal_tokens_of_two_processes(two_ranks) -> None:
+    two_ranks.run(_unequal_equals_exact, _unequal_cases([[5, 8], [0, 3], [9, 0], [0, 0]]))
+
+
+def test_unequal_tokens_of_four_processes(four_ranks) -> None:
+    counts = [[5, 0, 9, 1], [0, 9, 0, 0], [1, 2, 3, 0]]
+    four_ranks.run(_unequal_equals_exact, _unequal_cases(counts))
+
+
 def _train(rank: int, size: int, backend: str, arm: str, preset: str, steps: int):
     config = small_config(
         preset,
@@ -165,7 +208,14 @@ def _poison(rank: int, size: int, enabled: bool) -> None:
 # --- the protocol: buffer set 0 is used again and again, by ranks of very different speed
 
 
-def _generations(rank: int, size: int, count: int, slow: int, delays: dict[str, float]) -> int:
+def _generations(
+    rank: int,
+    size: int,
+    count: int,
+    slow: int,
+    delays: dict[str, float],
+    tokens: tuple[int, ...] = (6, 6, 6, 6),
+) -> int:
     """Dispatches and combines in place, each result read late by one rank; the wrong results."""
     wrong = 0
     poison_on_reuse(enabled=True)
@@ -173,7 +223,7 @@ def _generations(rank: int, size: int, count: int, slow: int, delays: dict[str, 
         signals.delay(where, seconds if rank == slow else 0)
     try:
         with _group(rank, size):
-            wrong = sum(_generation(rank, size, g, slow) for g in range(count))
+            wrong = sum(_generation(rank, size, g, slow, tokens) for g in range(count))
     finally:
         poison_on_reuse(enabled=False)
         for where in delays:
@@ -181,12 +231,15 @@ def _generations(rank: int, size: int, count: int, slow: int, delays: dict[str, 
     return wrong
 
 
-def _generation(rank: int, size: int, generation: int, slow: int) -> int:
+def _generation(rank: int, size: int, generation: int, slow: int, tokens: tuple[int, ...]) -> int:
+    """Which rank has how many tokens changes with every generation."""
+    mine = [tokens[(r + generation) % size] for r in range(size)]
     problems = [
-        _problem(6, 2, 8, torch.float32, 10 * generation + r, "unequal") for r in range(size)
+        _problem(mine[r], 2, 8, torch.float32, 10 * generation + r, "unequal") for r in range(size)
     ]
     x, ids, *_ = problems[rank]
-    exchange = ep.Exchange("ep", size, rank, "minimal_async", padded=True)
+    most = None if len(set(tokens)) == 1 else max(tokens)
+    exchange = ep.Exchange("ep", size, rank, "minimal_async", padded=True, max_tokens=most)
     plan = ep.plan(ids, E, exchange)
     rows = _ops.wait(
         *_ops.dispatch_launch(x, None, plan.meta, None, plan.out_rows, 0, "ep", "minimal_async")
@@ -220,6 +273,12 @@ def test_delays_at_every_step(two_ranks, where: str) -> None:
 
 def test_four_ranks_of_different_speed(four_ranks) -> None:
     assert four_ranks.run(_generations, 5, 2, {"announce": 0.01, "publish": 0.01}) == [0] * 4
+
+
+def test_ranks_of_different_speed_and_numbers_of_tokens(four_ranks) -> None:
+    """Slow is now a rank without a token, now the one with most."""
+    args = (8, 2, {"announce": 0.01, "publish": 0.01}, (5, 0, 9, 1))
+    assert four_ranks.run(_generations, *args) == [0] * 4
 
 
 def _without_credit(rank: int, size: int) -> int:
@@ -280,9 +339,9 @@ def test_worked_example_of_the_plan() -> None:
 # --- GPUs: two processes on one device over CUDA IPC, or on two over symmetric memory
 
 
-def _problem_on(device: torch.device, rank: int, seed: int):
+def _problem_on(device: torch.device, rank: int, seed: int, tokens: int = 64):
     hidden, routing = 72, ROUTINGS[seed % len(ROUTINGS)]
-    x, ids, scores, _, g = _problem(64, 3, hidden, torch.bfloat16, 50 * seed + rank, routing)
+    x, ids, scores, _, g = _problem(tokens, 3, hidden, torch.bfloat16, 50 * seed + rank, routing)
     return [t.to(device) for t in (x, ids, scores, g)]
 
 
@@ -315,14 +374,22 @@ def _forward_backward(x, ids, scores, g, exchange: ep.Exchange, slow: bool) -> l
     return [*kept, out, g_scores, g_x, plan.counts, plan.offsets]
 
 
-def _on_gpus(rank: int, size: int, shared: bool, iterations: int, replays: int) -> list[int]:
-    """Iterations whose results differ from the all-to-all's: eager, then replayed."""
+def _on_gpus(
+    rank: int, size: int, shared: bool, iterations: int, replays: int, counts=(64, 64)
+) -> list[int]:
+    """Iterations whose results differ from the all-to-all's: eager, then replayed.
+
+    ``counts``: the tokens of each rank.
+    """
     device = torch.device("cuda", 0 if shared else rank)
     torch.cuda.set_device(device)
     signals.TIMEOUT_SECONDS["cuda"] = 20.0
     poison_on_reuse(enabled=True)
-    exchange = ep.Exchange("ep", size, rank, "minimal_async", padded=True)
-    reference = ep.Exchange("ep", size, rank, "alltoall", padded=True)
+    tokens, most = counts[rank], None if len(set(counts)) == 1 else max(counts)
+    exchange, reference = (
+        ep.Exchange("ep", size, rank, backend, padded=True, max_tokens=most)
+        for backend in ("minimal_async", "alltoall")
+    )
     wrong = [0, 0]
 
     def differ(actual: list[Tensor], problem: list[Tensor]) -> bool:
@@ -331,16 +398,16 @@ def _on_gpus(rank: int, size: int, shared: bool, iterations: int, replays: int) 
 
     with _group(rank, size):
         for i in range(iterations):
-            problem = _problem_on(device, rank, i)
+            problem = _problem_on(device, rank, i, tokens)
             actual = _forward_backward(*problem, exchange, slow=rank == i % size)
             wrong[0] += differ(actual, problem)
-        static = _problem_on(device, rank, 0)
+        static = _problem_on(device, rank, 0, tokens)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             result = _forward_backward(*static, exchange, slow=rank == 1)
         for i in range(replays):
-            problem = _problem_on(device, rank, 1000 + i)
+            problem = _problem_on(device, rank, 1000 + i, tokens)
             for place, value in zip(static, problem, strict=True):
                 place.copy_(value)
             graph.replay()
@@ -354,8 +421,9 @@ def _on_gpus(rank: int, size: int, shared: bool, iterations: int, replays: int) 
 
 
 @pytest.mark.gpu
-def test_two_processes_on_one_gpu(two_ranks) -> None:
-    assert two_ranks.run(_on_gpus, True, 20, 10, timeout=200) == [[0, 0]] * 2
+@pytest.mark.parametrize("counts", [(64, 64), (64, 40), (0, 64)])
+def test_two_processes_on_one_gpu(two_ranks, counts: tuple[int, int]) -> None:
+    assert two_ranks.run(_on_gpus, True, 20, 10, counts, timeout=200) == [[0, 0]] * 2
 
 
 @pytest.mark.multi_gpu
@@ -405,11 +473,16 @@ def test_loopback_on_gpu(max_ctas: int | None) -> None:
 def test_the_gpu_tests_own_step_on_cpu() -> None:
     """What the tests above run, so that a fault of the tests themselves shows without a GPU."""
     ep.register_group(ep.Group("mirror", 4, 0, "loopback"))
-    problem = _problem_on(torch.device("cpu"), 0, 3)
-    actual, expected = (
-        _forward_backward(*problem, ep.Exchange("mirror", 4, 0, backend, True, 1.25), slow=False)
-        for backend in ("minimal_async", "alltoall")
-    )
-    assert len(actual) == 7
-    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    for tokens, most in ((64, None), (40, 64), (0, 64)):
+        problem = _problem_on(torch.device("cpu"), 0, 3, tokens)
+        actual, expected = (
+            _forward_backward(
+                *problem,
+                ep.Exchange("mirror", 4, 0, backend, True, 1.25, max_tokens=most),
+                slow=False,
+            )
+            for backend in ("minimal_async", "alltoall")
+        )
+        assert len(actual) == 7
+        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
     close_windows()

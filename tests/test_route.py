@@ -59,13 +59,16 @@ def _rows_of(all_ids: list[Tensor], num_ranks: int, num_experts: int, block_rows
 
 
 def check_places(device: str) -> None:
-    for (num_tokens, top_k, num_experts), num_ranks, factor in itertools.product(
-        SIZES, (1, 2), (1.0, 0.4)
+    """Every rank with as many tokens, and the last with a third of the others' (0 of 1)."""
+    for (num_tokens, top_k, num_experts), num_ranks, factor, last in itertools.product(
+        SIZES, (1, 2), (1.0, 0.4), (1, 3)
     ):
         local, num_slots = num_experts // num_ranks, num_tokens * top_k
         block_rows = int(num_tokens * min(top_k, local) * factor)
         capacity = num_ranks * block_rows
         all_ids = [_ids(num_tokens, top_k, num_experts, 7 + r) for r in range(num_ranks)]
+        all_ids[-1] = all_ids[-1][: num_tokens // last]
+        apart = None if last == 1 else num_slots
         counts = torch.full((num_ranks, num_experts + 2), -1, dtype=torch.int32, device=device)
         ranked = [rank_slots(ids.to(device), num_experts) for ids in all_ids]
         at = torch.tensor([counts.data_ptr()], device=device)
@@ -83,16 +86,17 @@ def check_places(device: str) -> None:
         for r in range(num_ranks):
             layout = lay_out(counts[:, :num_experts], num_ranks, r, block_rows)
             target, token, place = place_slots(
-                all_ids[r].to(device), ranked[r], layout, tuple(windows), addresses, r
-            )
+                all_ids[r].to(device), ranked[r], layout, tuple(windows), addresses, r,
+                slots_per_rank=apart,
+            )  # fmt: skip
             goals = {
                 (s, n): d * capacity + row
                 for d in range(num_ranks)
                 for row, (_, s, n) in enumerate(expected[d])
             }
-            wanted = [goals.get((r, n), -1) for n in range(num_slots)]
+            wanted = [goals.get((r, n), -1) for n in range(all_ids[r].numel())]
             assert target.tolist() == wanted
-            assert token.tolist() == [n // top_k for n in range(num_slots)]
+            assert token.tolist() == [n // top_k for n in range(all_ids[r].numel())]
             assert place.tolist() == [n if t >= 0 else -1 for n, t in enumerate(wanted)]
             mine = [e - r * local for e, _, _ in expected[r]]
             assert layout.counts.tolist() == [mine.count(e) for e in range(local)]
@@ -176,7 +180,8 @@ COMPILED = [
     ("_place_kernel", {"ids": "*i64", "within": "*i32", "before": "*i32", "first": "*i64",
                        "kept": "*i32", "addresses": "*i64", "target": "*i64", "token": "*i64",
                        "place": "*i64", "num_slots": "i32", "num_blocks": "i32", "rank": "i32",
-                       "rows_per_rank": "i32"}, {"K": 8, "MIRRORED": False, "BLOCK": BLOCK}),
+                       "rows_per_rank": "i32", "slots_per_rank": "i32"},
+     {"K": 8, "MIRRORED": False, "BLOCK": BLOCK}),
     ("_origins_kernel", {"arrived": "*i32", "live": "*i64", "out": "*i64", "num_rows": "i32"},
      {"BLOCK": 1024}),
 ]  # fmt: skip

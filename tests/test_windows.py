@@ -113,6 +113,27 @@ def test_space_for_a_window_is_reserved(monkeypatch, tmp_path) -> None:
     assert not os.listdir(tmp_path)
 
 
+def _full(*_: int) -> None:
+    raise OSError(errno.ENOSPC, "full")
+
+
+def _no_room(rank: int, size: int) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(os, "posix_fallocate", _full)
+        try:
+            open_windows(_group(rank, size), "b", 5, 3, torch.float32, CPU)
+        except ValueError as error:
+            return str(error)
+    return "no error"
+
+
+def test_no_room_on_one_rank_is_told_on_all(two_ranks) -> None:
+    for message in two_ranks.run(_no_room):
+        assert message.startswith("rank 1 of group ")
+        assert "a window of 80 bytes fits neither in" in message
+
+
 def _disagree(rank: int, size: int) -> str:
     try:
         open_windows(_group(rank, size), "a", 5 + rank, 3, torch.float32, CPU)
@@ -215,8 +236,8 @@ def _missing_peer(rank: int, size: int) -> str:
 def test_a_rank_that_does_not_come_is_named(two_ranks) -> None:
     message, _ = two_ranks.run(_missing_peer)
     assert message == (
-        "rank 0 waited 0.1 s in x for rank 1 (at 0) to announce epoch 1; that rank has stopped, or "
-        "runs another program."
+        "rank 0 waited 0.1 s in x for rank 1 (at 0) to announce epoch 1; that rank has stopped, "
+        "runs another program, or had a step cut short: then ep.reset on all ranks."
     )
 
 

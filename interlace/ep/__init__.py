@@ -2,6 +2,7 @@
 
 from interlace.ep.api import Plan, combine, dispatch, plan
 from interlace.ep.exchange import Exchange
+from interlace.ep.reset import reset
 from interlace.ep.transport import Group, drop_group, get_group, register_group
 
 __all__ = [
@@ -14,4 +15,5 @@ __all__ = [
     "get_group",
     "plan",
     "register_group",
+    "reset",
 ]

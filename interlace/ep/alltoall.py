@@ -14,7 +14,8 @@ recompute and backward alike:
 
 Exact mode: the buffers are as long as the routing needs, sizes are read on the host.
 Padded mode: each peer has a block of ``block_rows`` rows, S = R = W * block_rows, nothing is read
-on the host.  What does not fit is cut at the sender and counted in ``overflow``.
+on the host.  What does not fit is cut at the sender and counted in ``overflow``.  Ranks may have
+other numbers of tokens than each other, as long as their blocks agree.
 
 Example, exact, W=2, E=4, K=1, ids [2, 0, 3, 0]: slots sorted by expert are [1, 3, 0, 2]; experts 0
 and 1 live here: send_slot = [1, 3, 0, 2], splits [2, 2], slot_pos = [2, 0, 3, 1].
@@ -38,7 +39,7 @@ SEND_SLOT, SEND_TOKEN, SLOT_POS, EXPERT_SRC, RECV_DST, SPLITS = range(NUM_META)
 
 
 def plan(
-    ids_TK: Tensor, num_experts: int, block_rows: int | None, group: Group
+    ids_TK: Tensor, num_experts: int, block_rows: int | None, group: Group, max_tokens: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     """Returns counts_e int64, offsets int32 (e+1,), live (1,), overflow (1,) and the index vectors.
 
@@ -61,7 +62,8 @@ def plan(
         sent_WE = ends_We.diff(dim=1, prepend=ends_We.new_zeros(group.size, 1))
         within_B = torch.arange(block_rows, device=ids_TK.device)
         taken = (block_starts_W[:, None] + within_B).clamp(max=max(num_slots - 1, 0))
-        send_slot = order_N[taken.view(-1)]
+        # Without a token there is no slot to name; dispatch_launch sends zeros then.
+        send_slot = order_N[taken.view(-1)] if num_slots else torch.zeros_like(taken.view(-1))
         peer_N = sorted_ids_N // (num_experts // group.size)
         within_N = torch.arange(num_slots, device=ids_TK.device) - block_starts_W[peer_N]
         position_N = torch.where(within_N < block_rows, peer_N * block_rows + within_N, -1)
@@ -85,7 +87,7 @@ def plan(
 
 
 def meta_fake(
-    ids_TK: Tensor, num_experts: int, block_rows: int | None, group: Group
+    ids_TK: Tensor, num_experts: int, block_rows: int | None, group: Group, max_tokens: int
 ) -> list[Tensor]:
     """The index vectors without values; in exact mode R is a size that only the run tells."""
     num_slots = ids_TK.numel()
@@ -98,8 +100,8 @@ def meta_fake(
     return [*(ids_TK.new_empty(n) for n in (sent, sent, num_slots, rows, rows)), splits]
 
 
-def sizes(meta: list[Tensor], top_k: int) -> Sizes:
-    """Read from the shapes of the index vectors."""
+def sizes(meta: list[Tensor], top_k: int, max_tokens: int | None) -> Sizes:
+    """Read from the shapes of the index vectors, which know ``max_tokens`` as rows of a block."""
     num_tokens = meta[SLOT_POS].shape[0] // top_k
     return Sizes(meta[SEND_SLOT].shape[0], meta[EXPERT_SRC].shape[0], num_tokens)
 
@@ -116,7 +118,8 @@ def _agree_on_block(block_rows: int, group: Group, device: torch.device) -> None
     if bool((theirs != block_rows).any()):
         raise ValueError(
             f"ep.plan: the padded exchange needs as many tokens on every rank; blocks of rows by "
-            f"rank are {theirs.tolist()}. Give each rank the same tokens, or use exact mode."
+            f"rank are {theirs.tolist()}. Give each rank the same tokens, set max_tokens of the "
+            "exchange alike on all, or use exact mode."
         )
 
 
@@ -151,6 +154,9 @@ def dispatch_launch(
     group: Group,
 ) -> tuple[Tensor, Tensor]:
     """Sends each slot's row to its expert; with scores, row = score * x, rounded once."""
+    if x_TH.shape[0] == 0:
+        sent = x_TH.new_zeros(meta[SEND_TOKEN].shape[0], x_TH.shape[1])
+        return _exchange(sent, meta, meta[EXPERT_SRC], group, to_experts=True)
     scale_S = None
     if scores_TK is not None:
         scale_S = scores_TK.reshape(-1).index_select(0, meta[SEND_SLOT])

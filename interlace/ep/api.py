@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from interlace.ep import ops
-from interlace.ep.backend import expert_side_of
+from interlace.ep.backend import Sizes, expert_side_of
 from interlace.ep.exchange import Exchange
 
 _ep = torch.ops.ep
@@ -39,19 +39,25 @@ class Plan:
     exchange: Exchange
 
     @property
+    def sizes(self) -> Sizes:
+        """How long the index vectors are and how many rows they bring."""
+        ex = self.exchange
+        return ops.sizes_of(self.meta, self.top_k, ex.backend, ex.max_tokens)
+
+    @property
     def out_rows(self) -> int:
         """Expert-major rows; in exact mode a size that depends on the routing."""
-        return ops.sizes_of(self.meta, self.top_k, self.exchange.backend).out_rows
+        return self.sizes.out_rows
 
     @property
     def sent_rows(self) -> int:
         """Rows that a combine delivers to this rank, one a slot."""
-        return ops.sizes_of(self.meta, self.top_k, self.exchange.backend).sent_rows
+        return self.sizes.sent_rows
 
     @property
     def stage_rows(self) -> int:
         """Rows that a staged dispatch or a reduced combine delivers, one a token and rank."""
-        return ops.sizes_of(self.meta, self.top_k, self.exchange.backend).stage_rows
+        return self.sizes.stage_rows
 
 
 def plan(ids_TK: Tensor, num_experts: int, exchange: Exchange) -> Plan:
@@ -59,6 +65,8 @@ def plan(ids_TK: Tensor, num_experts: int, exchange: Exchange) -> Plan:
 
     Shapes: ids (T, K) int64 in [0, num_experts), no expert twice in a row.
     Sync:   the host in exact mode, none in padded mode.
+    Raises: ValueError for ids of another kind, and for more than ``exchange.max_tokens`` tokens;
+            in padded mode on CPU also where ranks expect other sizes.
     """
     if ids_TK.dim() != 2 or ids_TK.dtype != torch.int64:
         raise ValueError(
@@ -70,7 +78,12 @@ def plan(ids_TK: Tensor, num_experts: int, exchange: Exchange) -> Plan:
     num_tokens, top_k = ids_TK.shape
     rows = exchange.block_rows(num_tokens, top_k, num_experts)
     counts, offsets, live, overflow, meta = _ep.plan(
-        ids_TK, num_experts, rows, exchange.group, exchange.backend
+        ids_TK,
+        num_experts,
+        rows,
+        exchange.group,
+        exchange.backend,
+        max_tokens=exchange.max_tokens,
     )
     return Plan(counts, offsets, live, overflow, meta, num_tokens, top_k, exchange)
 

@@ -36,8 +36,10 @@ class Backend:
     is not so, by their :class:`~interlace.graph.comm.CommSpec`.
 
     The index vectors of a plan are the backend's own affair, so it also says what they look like:
-    ``meta_fake(ids_TK, num_experts, block_rows, group)`` are such tensors without values, for
-    tracing; ``sizes(meta, top_k)`` reads their shapes.  None: those of ``alltoall``.
+    ``meta_fake(ids_TK, num_experts, block_rows, group, max_tokens)`` are such tensors without
+    values, for tracing; ``sizes(meta, top_k, max_tokens)`` reads their shapes.  None: those of
+    ``alltoall``.  ``max_tokens`` is for ``plan`` and ``meta_fake`` a number always, this rank's
+    where the exchange has none; for ``sizes`` as the exchange has it.
     """
 
     name: str
@@ -49,7 +51,7 @@ class Backend:
     owns_buffers: bool = False
     private: frozenset[str] = frozenset()
     meta_fake: Callable[..., list[Any]] | None = None
-    sizes: Callable[[list[Any], int], Sizes] | None = None
+    sizes: Callable[[list[Any], int, int | None], Sizes] | None = None
     expert_side: ExpertSide | None = None
 
 

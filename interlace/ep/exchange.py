@@ -24,6 +24,11 @@ class Exchange:
     ``scores_at``: where a row meets its score.  ``rank`` needs it at the ``expert`` and puts it
     there; with ``slot`` only gradients of scores are worked out there, from rows that need not
     travel or be kept at the origin.
+
+    ``max_tokens``: the most tokens that any rank brings to one plan, the same number on all ranks;
+    they may then bring any numbers up to it, none too.  Padded blocks and windows have room for so
+    many.  A part of a batch is a plan like any other and gets that room as well, not its part of
+    it.  None: every rank brings as many as this one.  Exact mode does without.
     """
 
     group: str = "single"
@@ -35,11 +40,17 @@ class Exchange:
     buffer_set: int = -1
     reduce: str = "slot"
     scores_at: str = "origin"
+    max_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for name, legal in (("reduce", ("slot", "rank")), ("scores_at", ("origin", "expert"))):
             if (value := getattr(self, name)) not in legal:
                 raise ValueError(f"ep.{name}: {value!r} is unknown; one of {', '.join(legal)}.")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ValueError(
+                f"ep.max_tokens: {self.max_tokens} tokens; expected at least 1, or None where "
+                "every rank brings as many as this one."
+            )
 
     @property
     def at_experts(self) -> bool:
@@ -60,10 +71,18 @@ class Exchange:
 
         Without a capacity factor it is the worst case, which never overflows: T * min(K, E / W).
         A factor f is f times the balanced share T * K / W, never more than the worst case.  It
-        follows from the number of tokens, so a part of a batch has its part of the rows.
+        follows from the number of tokens, so a part of a batch has its part of the rows; with
+        ``max_tokens`` it follows from that.
         """
         if not self.padded:
             return None
+        if self.max_tokens is not None:
+            if num_tokens > self.max_tokens:
+                raise ValueError(
+                    f"ep.max_tokens={self.max_tokens}: rank {self.rank} of group {self.group!r} "
+                    f"brings {num_tokens} tokens to one plan; raise it on all ranks."
+                )
+            num_tokens = self.max_tokens
         worst = num_tokens * min(top_k, self.num_local_experts(num_experts))
         if not self.capacity_factor:
             return worst

@@ -1,6 +1,7 @@
 """The ``hybridep`` backend: a token crosses once per destination rank and is expanded on arrival.
 
-Legend: T tokens, K choices a token, N = T * K slots, W ranks, E experts, S = W * T stage rows,
+Legend: T tokens, K choices a token, N = T * K slots, M the most tokens of a rank (T, unless the
+        exchange says ``max_tokens``), W ranks, E experts, S = W * M stage rows,
         R = W * block_rows expert-major rows, H hidden.
 
 A rank that several choices of a token fall on gets its row once, into the *stage*, a window with a
@@ -12,8 +13,8 @@ row for every token of every rank.  From there it is expanded to expert-major ro
            one row; the origin sums those of the ranks in ascending order
 
 Capacity: slots are cut as by ``alltoall``, so both agree on what overflows.  The stage has room for
-all T tokens of each source whatever the capacity: a source sends a token to a peer once, so T is
-its bound, which a capacity factor hardly ever lowers (T * K * factor / W is less only for
+all M tokens of each source whatever the capacity: a source sends a token to a peer once, so M is
+its bound, which a capacity factor hardly ever lowers (M * K * factor / W is less only for
 K * factor < W), and with it no place depends on what other tokens do.
 
 Plans are those of ``minimal_async``, which knows the row of every slot at its expert, and the slot
@@ -53,7 +54,7 @@ from interlace.kernels.stage_index import receive_index, send_index
     STAGE_TOKEN,  # (T * W,): t, for each of these
     RANK_POS,  # (T, W): row in which rank p returns its sum of token t; -1: none
     SLOT_POS,  # (N,): row in which slot n returns, n itself; -1: cut
-    ROW_SLOT,  # (R,): rank * N + slot of expert-major row r, which is stage row * K + k; -1: dead
+    ROW_SLOT,  # (R,): rank * M * K + slot of expert-major row r: its stage row * K + k; -1: dead
     STAGE_ROWS,  # (S, K): expert-major row of choice k of stage row s; -1: not of this rank
     RANK_TARGET,  # (S,): rank * S + row to which the sum of stage row s returns; -1: empty
     LIVE,  # (1,): expert-major rows
@@ -61,22 +62,29 @@ from interlace.kernels.stage_index import receive_index, send_index
 
 
 def plan(
-    ids_TK: Tensor, num_experts: int, block_rows: int | None, group: Group
+    ids_TK: Tensor, num_experts: int, block_rows: int | None, group: Group, max_tokens: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     """Returns counts_e int64, offsets int32 (e+1,), live (1,), overflow (1,) and the index vectors.
 
-    Collective: all ranks of the group call it in the same order, each with as many tokens.
+    Collective: all ranks of the group call it in the same order, with the same ``max_tokens``.
     Sync: none; safe under capture once it ran before.
     Raises: ValueError in exact mode.
     """
     rows = _needs_padding(block_rows)
-    *result, live, overflow, routed = minimal_async.plan(ids_TK, num_experts, rows, group)
+    *result, live, overflow, routed = minimal_async.plan(
+        ids_TK, num_experts, rows, group, max_tokens
+    )
     (num_tokens, top_k), size = ids_TK.shape, group.size
     mirrored = group.kind == "loopback"
     target_TK = routed[minimal_async.TARGET].view(num_tokens, top_k)
     origin_R = routed[minimal_async.ORIGIN]
-    sent = send_index(target_TK, size, size * rows, group.rank, mirrored=mirrored)
-    arrived = receive_index(origin_R, (num_tokens, top_k), size, group.rank, mirrored=mirrored)
+    if num_tokens < max_tokens:  # places in a stage follow from M tokens; those missing go nowhere
+        missing = (0, 0, 0, max_tokens - num_tokens)
+        target_TK = torch.nn.functional.pad(target_TK, missing, value=-1)
+    there, token, back = send_index(target_TK, size, size * rows, group.rank, mirrored=mirrored)
+    num_sent = num_tokens * size
+    sent = there[:num_sent], token[:num_sent], back[:num_tokens]
+    arrived = receive_index(origin_R, (max_tokens, top_k), size, group.rank, mirrored=mirrored)
     meta = [*sent, routed[minimal_async.PLACE], origin_R, *arrived, live.clone()]
     return *result, live, overflow, meta
 
@@ -91,15 +99,15 @@ def _needs_padding(block_rows: int | None) -> int:
 
 
 def meta_fake(
-    ids_TK: Tensor, num_experts: int, block_rows: int | None, group: Group
+    ids_TK: Tensor, num_experts: int, block_rows: int | None, group: Group, max_tokens: int
 ) -> list[Tensor]:
     """The index vectors without values."""
     rows, (num_tokens, top_k), size = _needs_padding(block_rows), ids_TK.shape, group.size
-    sent, num_stage = (num_tokens, size), num_tokens * size
+    num_sent, num_stage = num_tokens * size, max_tokens * size
     shapes = [
-        num_stage,
-        num_stage,
-        sent,
+        num_sent,
+        num_sent,
+        (num_tokens, size),
         ids_TK.numel(),
         size * rows,
         (num_stage, top_k),
@@ -109,10 +117,11 @@ def meta_fake(
     return [ids_TK.new_empty(s) for s in shapes]
 
 
-def sizes(meta: list[Tensor], top_k: int) -> Sizes:
+def sizes(meta: list[Tensor], top_k: int, max_tokens: int | None) -> Sizes:
     """Read from the shapes of the index vectors."""
-    num_slots, num_stage = meta[SLOT_POS].shape[0], meta[STAGE_TOKEN].shape[0]
-    return Sizes(num_slots, meta[ROW_SLOT].shape[0], num_slots // top_k, num_stage)
+    num_slots, num_stage = meta[SLOT_POS].shape[0], meta[RANK_TARGET].shape[0]
+    delivered = num_slots if max_tokens is None else max_tokens * top_k
+    return Sizes(delivered, meta[ROW_SLOT].shape[0], num_slots // top_k, num_stage)
 
 
 def dispatch_launch(
@@ -160,7 +169,7 @@ def combine_launch(
 ) -> tuple[Tensor, Tensor]:
     """Sends each expert-major row back to its slot."""
     name = f"slots.{buffer_set}"
-    slots = _windows(name, y_RH, meta[SLOT_POS].shape[0], group)
+    slots = _windows(name, y_RH, out_rows, group)
     result, settle = _result(slots, buffer_set)
     posts = [_Post(y_RH.contiguous(), None, meta[ROW_SLOT], slots)]
     return result, _exchange(name, lambda: posts, settle, group, result, y_RH, *meta)
@@ -263,7 +272,7 @@ def _exchange(
         for post in posts:
             release(post.windows)
         enter(signals)
-        for source, take, target, windows in posts if moves_rows(group) else ():
+        for source, take, target, windows in posts if moves_rows() else ():
             push_rows(source, take, target, windows, windows.mine.shape[0], max_ctas=max_ctas())
         deliver(signals)
         unpack()
@@ -291,10 +300,13 @@ def _nothing() -> None:
 
 
 def combine_finish(
-    slots_NH: Tensor, scores_TK: Tensor | None, meta: list[Tensor], top_k: int
+    slots_PH: Tensor, scores_TK: Tensor | None, meta: list[Tensor], top_k: int
 ) -> Tensor:
-    """out[t] = sum over k of score[t, k] * returned row; float32, k = 0..K-1, rounded once."""
-    return slot_reduce(slots_NH, meta[SLOT_POS].view(-1, top_k), scores_TK)
+    """out[t] = sum over k of score[t, k] * returned row; float32, k = 0..K-1, rounded once.
+
+    Shapes: slots (M * K, H), of which the first N rows are this rank's.
+    """
+    return slot_reduce(slots_PH, meta[SLOT_POS].view(-1, top_k), scores_TK)
 
 
 def reduce_finish(sums_SH: Tensor, meta: list[Tensor], top_k: int) -> Tensor:
@@ -302,9 +314,9 @@ def reduce_finish(sums_SH: Tensor, meta: list[Tensor], top_k: int) -> Tensor:
     return slot_reduce(sums_SH, meta[RANK_POS])
 
 
-def score_grad(slots_NH: Tensor, grad_TH: Tensor, meta: list[Tensor], top_k: int) -> Tensor:
+def score_grad(slots_PH: Tensor, grad_TH: Tensor, meta: list[Tensor], top_k: int) -> Tensor:
     """d score[t, k] = <returned row, grad[t]>, float32."""
-    return slot_grad(slots_NH, meta[SLOT_POS].view(-1, top_k), grad_TH)
+    return slot_grad(slots_PH, meta[SLOT_POS].view(-1, top_k), grad_TH)
 
 
 def row_grads(
@@ -327,8 +339,8 @@ def traffic(meta: list[Tensor], row_bytes: int, rank: int) -> Traffic:
     In loopback the mirror makes what this rank gets equal to what it sends.
     Sync: reads two numbers on the host.
     """
-    num_stage, num_slots = meta[STAGE_TOKEN].shape[0], meta[SLOT_POS].shape[0]
     stage, slot = meta[RANK_TARGET], meta[ROW_SLOT]
+    num_stage, num_slots = stage.shape[0], meta[STAGE_ROWS].numel() // meta[RANK_POS].shape[1]
     rows = ((stage >= 0) & (stage // max(num_stage, 1) != rank)).sum()
     slots = ((slot >= 0) & (slot // max(num_slots, 1) != rank)).sum()
     return Traffic(int(rows) * row_bytes, int(slots) * row_bytes)

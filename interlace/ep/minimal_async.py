@@ -1,19 +1,20 @@
 """The ``minimal_async`` backend: every row goes straight to its place in the peer's buffer.
 
-Legend: T tokens, K choices a token, N = T * K slots, W ranks, R = W * block_rows rows of a rank,
-        H hidden.
+Legend: T tokens, K choices a token, N = T * K slots, M the most tokens of a rank (T, unless the
+        exchange says ``max_tokens``), W ranks, R = W * block_rows rows of a rank, H hidden.
 
 Counts never leave the device.  A plan shares each rank's counts, works out the row of every slot at
 its expert, and tells the receiver where each of its rows came from; a dispatch writes x rows into
 the windows of the peers, in expert order; a combine writes y rows back into the slot windows of
-the tokens' ranks, (N, H), where the same sum as ever ends it: the bits are those of ``alltoall``.
+the tokens' ranks, (M * K, H), where the same sum as ever ends it: its bits are those of
+``alltoall``.
 
 A plan's index vectors:
 
     target_N   rank * R + row that slot n's row has there, -1 where it was cut
     token_N    its token, n // K
     place_N    n, or -1 where it was cut: where its answer lies in the slot window
-    origin_R   rank * N + slot that a row of mine came from, -1 past the live rows
+    origin_R   rank * M * K + slot that a row of mine came from, -1 past the live rows
 
 Buffers.  Each (dispatch or combine, buffer set) has windows and a channel of signals of its own.
 Sets from 0 on are used in place: what was delivered is valid until the next launch of that kind and
@@ -52,11 +53,11 @@ TARGET, TOKEN, PLACE, ORIGIN = range(4)
 
 
 def plan(
-    ids_TK: Tensor, num_experts: int, block_rows: int | None, group: Group
+    ids_TK: Tensor, num_experts: int, block_rows: int | None, group: Group, max_tokens: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     """Returns counts_e int64, offsets int32 (e+1,), live (1,), overflow (1,) and the index vectors.
 
-    Collective: all ranks of the group call it in the same order, each with as many tokens.
+    Collective: all ranks of the group call it in the same order, with the same ``max_tokens``.
     Sync: none; safe under capture once it ran before.
     Raises: ValueError in exact mode, whose sizes a host would have to read.
     """
@@ -66,6 +67,7 @@ def plan(
             "buffer. Set ep.padded; without a capacity factor it never drops a row."
         )
     device, size, mirrored = ids_TK.device, group.size, group.kind == "loopback"
+    slots_per_rank = max_tokens * ids_TK.shape[1]
     counts = open_windows(
         group, "minimal_async.counts", 1 if mirrored else size, num_experts + 2, torch.int32, device
     )
@@ -75,7 +77,7 @@ def plan(
     peers, addresses = (
         (counts.peers[:1], counts.addresses[:1]) if mirrored else (counts.peers, counts.addresses)
     )
-    share_counts(ranked.counts, block_rows, ids_TK.numel(), peers, addresses, group.rank)
+    share_counts(ranked.counts, block_rows, slots_per_rank, peers, addresses, group.rank)
     deliver(channel)
     _agree_on_sizes(counts.mine[:, num_experts:], group)
     layout = lay_out(counts.mine[:, :num_experts], size, group.rank, block_rows, mirrored=mirrored)
@@ -83,8 +85,9 @@ def plan(
         group, "minimal_async.origins", 1, size * block_rows, torch.int32, device
     )
     target_N, token_N, place_N = place_slots(
-        ids_TK, ranked, layout, arrived.peers, arrived.addresses, group.rank, mirrored=mirrored
-    )
+        ids_TK, ranked, layout, arrived.peers, arrived.addresses, group.rank, mirrored=mirrored,
+        slots_per_rank=slots_per_rank,
+    )  # fmt: skip
     # The announcement of the counts has freed this window as well: one meeting is enough.
     meet(open_signals(group, "minimal_async.origins", device))
     origin_R = origins(arrived.mine[0], layout.live)
@@ -103,23 +106,24 @@ def _agree_on_sizes(sizes_W2: Tensor, group: Group) -> None:
         blocks, slots = sizes_W2.t().tolist()
         raise ValueError(
             f"ep.plan: the padded exchange needs as many tokens on every rank; blocks of rows by "
-            f"rank are {blocks}, slots {slots}. Give each rank the same tokens, or use "
-            "ep.backend=alltoall in exact mode."
+            f"rank are {blocks}, slots {slots}. Give each rank the same tokens, set "
+            "max_tokens of the exchange alike on all, or use ep.backend=alltoall in exact mode."
         )
 
 
 def meta_fake(
-    ids_TK: Tensor, num_experts: int, block_rows: int | None, group: Group
+    ids_TK: Tensor, num_experts: int, block_rows: int | None, group: Group, max_tokens: int
 ) -> list[Tensor]:
     """The index vectors without values."""
     slots, rows = ids_TK.numel(), group.size * (block_rows or 0)
     return [ids_TK.new_empty(n) for n in (slots, slots, slots, rows)]
 
 
-def sizes(meta: list[Tensor], top_k: int) -> Sizes:
+def sizes(meta: list[Tensor], top_k: int, max_tokens: int | None) -> Sizes:
     """Read from the shapes of the index vectors."""
     slots = meta[TARGET].shape[0]
-    return Sizes(slots, meta[ORIGIN].shape[0], slots // top_k)
+    delivered = slots if max_tokens is None else max_tokens * top_k
+    return Sizes(delivered, meta[ORIGIN].shape[0], slots // top_k)
 
 
 def dispatch_launch(
@@ -132,6 +136,7 @@ def dispatch_launch(
     group: Group,
 ) -> tuple[Tensor, Tensor]:
     """Sends each slot's row to its expert; with scores, row = score * x, rounded once."""
+    x_TH = x_TH.contiguous()
     scale_N = None if scores_TK is None else scores_TK.reshape(-1)
 
     def push(windows: Windows) -> None:
@@ -144,6 +149,8 @@ def combine_launch(
     y_RH: Tensor, meta: list[Tensor], out_rows: int, *, buffer_set: int, group: Group
 ) -> tuple[Tensor, Tensor]:
     """Sends each live expert-major row back to the slot that it came from."""
+
+    y_RH = y_RH.contiguous()
 
     def push(windows: Windows) -> None:
         push_rows(y_RH, None, meta[ORIGIN], windows, out_rows, None, max_ctas())
@@ -170,7 +177,7 @@ def _launch(
     def send() -> None:
         release(windows)
         enter(channel)
-        if moves_rows(group):
+        if moves_rows():
             push(windows)
 
     def receive() -> None:
@@ -210,18 +217,19 @@ def _start_on_cpu(
 
 
 def combine_finish(
-    slots_NH: Tensor, scores_TK: Tensor | None, meta: list[Tensor], top_k: int
+    slots_PH: Tensor, scores_TK: Tensor | None, meta: list[Tensor], top_k: int
 ) -> Tensor:
     """out[t] = sum over k of score[t, k] * returned row; float32, k = 0..K-1, rounded once.
 
-    A slot that was cut counts as zero.
+    Shapes: slots (M * K, H), of which the first N rows are this rank's.  A slot that was cut counts
+            as zero.
     """
-    return slot_reduce(slots_NH, meta[PLACE].view(-1, top_k), scores_TK)
+    return slot_reduce(slots_PH, meta[PLACE].view(-1, top_k), scores_TK)
 
 
-def score_grad(slots_NH: Tensor, grad_TH: Tensor, meta: list[Tensor], top_k: int) -> Tensor:
+def score_grad(slots_PH: Tensor, grad_TH: Tensor, meta: list[Tensor], top_k: int) -> Tensor:
     """d score[t, k] = <returned row, grad[t]>, float32."""
-    return slot_grad(slots_NH, meta[PLACE].view(-1, top_k), grad_TH)
+    return slot_grad(slots_PH, meta[PLACE].view(-1, top_k), grad_TH)
 
 
 register_backend(

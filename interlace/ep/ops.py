@@ -33,7 +33,8 @@ from interlace.graph.comm import CommSpec, register_blocking, register_comm
 
 _lib = torch.library.Library("ep", "DEF")
 _lib.define(
-    "plan(Tensor topk_ids, int num_experts, int? block_rows, str group, str backend)"
+    "plan(Tensor topk_ids, int num_experts, int? block_rows, str group, str backend, *,"
+    " int? max_tokens=None)"
     " -> (Tensor counts, Tensor offsets, Tensor live, Tensor overflow, Tensor[] meta)"
 )
 _lib.define(
@@ -64,9 +65,22 @@ _lib.define(
 
 
 def _plan(
-    ids: Tensor, num_experts: int, block_rows: int | None, group: str, backend: str
+    ids: Tensor,
+    num_experts: int,
+    block_rows: int | None,
+    group: str,
+    backend: str,
+    *,
+    max_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    return get_backend(backend).plan(ids, num_experts, block_rows, get_group(group))
+    # On CUDA a look at the ids would cost a wait for the device.
+    if not ids.is_cuda and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < num_experts:
+        raise ValueError(
+            f"ep.plan: ids are in {int(ids.min())} .. {int(ids.max())}; expected experts from 0 to "
+            f"{num_experts - 1}."
+        )
+    most = ids.shape[0] if max_tokens is None else max_tokens
+    return get_backend(backend).plan(ids, num_experts, block_rows, get_group(group), most)
 
 
 def _dispatch_launch(
@@ -162,9 +176,9 @@ for _name, _fn in {
         _lib.impl(_name, _fn, _key)
 
 
-def sizes_of(meta: list[Tensor], top_k: int, backend: str) -> Sizes:
+def sizes_of(meta: list[Tensor], top_k: int, backend: str, max_tokens: int | None = None) -> Sizes:
     """What a plan's index vectors say about its sizes."""
-    return (get_backend(backend).sizes or alltoall.sizes)(meta, top_k)
+    return (get_backend(backend).sizes or alltoall.sizes)(meta, top_k, max_tokens)
 
 
 # --- shapes without values.  In exact mode the number of rows is a size that only the run tells.
@@ -172,12 +186,19 @@ def sizes_of(meta: list[Tensor], top_k: int, backend: str) -> Sizes:
 
 @torch.library.register_fake("ep::plan", lib=_lib)
 def _plan_fake(
-    ids: Tensor, num_experts: int, block_rows: int | None, group: str, backend: str
+    ids: Tensor,
+    num_experts: int,
+    block_rows: int | None,
+    group: str,
+    backend: str,
+    *,
+    max_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     where = get_group(group)
     local = num_experts // where.size
+    most = ids.shape[0] if max_tokens is None else max_tokens
     meta = (get_backend(backend).meta_fake or alltoall.meta_fake)(
-        ids, num_experts, block_rows, where
+        ids, num_experts, block_rows, where, most
     )
     return (
         ids.new_empty(local),

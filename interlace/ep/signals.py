@@ -46,6 +46,11 @@ TIMEOUT_SECONDS = {"cpu": 60.0, "cuda": 600.0}
 _delays: dict[str, float] = {}
 
 
+def limit_waits(seconds: float) -> None:
+    """Lets waits that are launched from now on last so long at most, on any device."""
+    TIMEOUT_SECONDS.update(cpu=seconds, cuda=seconds)
+
+
 @dataclass(frozen=True)
 class Signals:
     """One channel.  Its window is (3, >= W) int64: flags ``ready`` and ``arrived`` by source rank,
@@ -120,7 +125,7 @@ def check_timeouts() -> None:
     if found:
         raise RuntimeError(
             f"the exchange timed out: {'; '.join(found)}. The results of this step are void; that "
-            "rank has stopped, or runs another program."
+            "rank has stopped, runs another program, or had a step cut short: then ep.reset on all."
         )
 
 
@@ -183,7 +188,8 @@ def _poll(signals: Signals, row: int) -> None:
             raise RuntimeError(
                 f"rank {signals.rank} waited {TIMEOUT_SECONDS['cpu']} s in {signals.key} for "
                 f"{', '.join(late)} to {('announce', 'publish')[row]} epoch {int(epoch)}; that "
-                "rank has stopped, or runs another program."
+                "rank has stopped, runs another program, or had a step cut short: then ep.reset "
+                "on all ranks."
             )
         time.sleep(POLL_SECONDS)
 

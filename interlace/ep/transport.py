@@ -12,6 +12,7 @@ group.  Kinds of group:
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -56,6 +57,13 @@ def drop_group(name: str) -> None:
         _groups.pop(name, None)
 
 
+@atexit.register
+def _forget_groups() -> None:
+    """At exit: a process group that is held longer keeps its threads, which may abort Python."""
+    for name in list(_groups):
+        drop_group(name)
+
+
 def get_group(name: str) -> Group:
     """The group of that name; ValueError lists the known ones."""
     if name not in _groups:
@@ -80,8 +88,10 @@ def all_to_all(
             ``out`` receives ``out_splits`` likewise.  ``counts``: over the group for plans.
     Sync:   CUDA: the current stream, the host is not blocked.  CPU: the call of the result blocks.
     """
+    if not counts and not moves_rows():
+        return _nothing
     if group.kind in ("single", "loopback"):
-        _mirror(out, source, group)
+        _mirror(out, source, group, max_ctas() if not counts else None)
         return _nothing
     if group.kind == "abstract":
         raise ValueError(
@@ -95,17 +105,13 @@ def all_to_all(
     return lambda: work.wait() and None
 
 
-def _mirror(out: Tensor, source: Tensor, group: Group) -> None:
+def _mirror(out: Tensor, source: Tensor, group: Group, bound: int | None) -> None:
     """What this rank keeps is copied at full speed; rows that would leave it cross the budget.
 
     Counts are a few bytes and cross no bound.  So every bounded copy is an exchange of rows, on
     its stream, and a report can tell by their order which is which.
     """
-    is_rows = out.is_floating_point()
-    if is_rows and not moves_rows(group):
-        return
-    bound = max_ctas()
-    if bound is None or not is_rows or not out.is_cuda or group.kind == "single":
+    if bound is None or not out.is_cuda or group.kind == "single":
         out.copy_(source)
         return
     local = source.shape[0] // group.size
@@ -117,17 +123,18 @@ _transfers_enabled = True
 
 
 def transfers(*, enabled: bool) -> None:
-    """Turns loopback's transfers of rows off and on: what a step costs without its exchange.
+    """Turns transfers of rows off and on, at all ranks alike: what a step costs without them.
 
-    For measuring only: rows that were not sent are whatever the memory held.  Plans still agree.
+    For measuring only: rows that were not sent are whatever the memory held.  Plans still agree,
+    and ranks still wait for each other where the backend has them wait.
     """
     global _transfers_enabled
     _transfers_enabled = enabled
 
 
-def moves_rows(group: Group) -> bool:
-    """Whether rows are moved at all; False in loopback while :func:`transfers` has them off."""
-    return _transfers_enabled or group.kind == "process"
+def moves_rows() -> bool:
+    """Whether rows are moved at all; False while :func:`transfers` has them off."""
+    return _transfers_enabled
 
 
 def _nothing() -> None:

@@ -179,14 +179,35 @@ def _share(group: Group, num_bytes: int, device: torch.device) -> list[Tensor]:
 
 
 def _share_file(group: Group, num_bytes: int) -> list[Tensor]:
-    path = _new_file(num_bytes)
+    """Raises the same on every rank where one has no room, or the ranks are on several hosts."""
+    path, problem = "", ""
     try:
-        paths = _gather(group, path)
-        memory = [torch.from_file(p, shared=True, size=num_bytes, dtype=torch.uint8) for p in paths]
+        path = _new_file(num_bytes)
+    except ValueError as error:
+        problem = str(error)
+    try:
+        found = _gather(group, (path, problem, socket.gethostname()))
+        for rank, (_, theirs, _) in enumerate(found):
+            if theirs:
+                raise ValueError(f"rank {rank} of group {group.name!r}: {theirs}")
+        _refuse_several_hosts(group, {host for _, _, host in found})
+        memory = [
+            torch.from_file(p, shared=True, size=num_bytes, dtype=torch.uint8) for p, _, _ in found
+        ]
         _gather(group, None)  # every rank has it open
     finally:
-        os.unlink(path)
+        if path:
+            os.unlink(path)
     return memory
+
+
+def _refuse_several_hosts(group: Group, hosts: set[str]) -> None:
+    if len(hosts) > 1:
+        raise ValueError(
+            f"ranks of group {group.name!r} are on {len(hosts)} hosts ({', '.join(sorted(hosts))}) "
+            "and cannot map each other's memory. Use ep.backend=alltoall there, or keep "
+            "expert-parallel ranks on one host."
+        )
 
 
 def _new_file(num_bytes: int) -> str:
@@ -220,12 +241,7 @@ def _choose_mapping(group: Group, device: torch.device) -> str:
     uuid = str(torch.cuda.get_device_properties(device).uuid)
     found = _gather(group, (socket.gethostname(), uuid, wanted))
     hosts, wishes = {h for h, _, _ in found}, {w for _, _, w in found}
-    if len(hosts) > 1:
-        raise ValueError(
-            f"ranks of group {group.name!r} are on {len(hosts)} hosts ({', '.join(sorted(hosts))}) "
-            "and cannot map each other's memory. Use ep.backend=alltoall there, or keep "
-            "expert-parallel ranks on one host."
-        )
+    _refuse_several_hosts(group, hosts)
     if len(wishes) > 1:
         raise ValueError(
             f"INTERLACE_EP_MAPPING differs between ranks of group {group.name!r}: "

@@ -224,7 +224,9 @@ if _compat.HAS_TRITON:
         wanted = tl.sum(tl.sum(tl.where((s == source) & inside, sent, 0), 0), 1)
         tl.store(overflow, tl.sum(tl.maximum(wanted - block_rows, 0), 0))
 
-    @triton.jit(do_not_specialize=["num_slots", "num_blocks", "rank", "rows_per_rank"])
+    @triton.jit(
+        do_not_specialize=["num_slots", "num_blocks", "rank", "rows_per_rank", "slots_per_rank"]
+    )
     def _place_kernel(
         ids: tl.tensor,
         within: tl.tensor,
@@ -239,6 +241,7 @@ if _compat.HAS_TRITON:
         num_blocks: tl.tensor,
         rank: tl.tensor,
         rows_per_rank: tl.tensor,
+        slots_per_rank: tl.tensor,
         K: tl.constexpr,
         MIRRORED: tl.constexpr,
         BLOCK: tl.constexpr,
@@ -257,7 +260,7 @@ if _compat.HAS_TRITON:
         peer = goal // rows_per_rank
         base = tl.load(addresses + peer, mask=fits, other=0)
         source = peer if MIRRORED else peer * 0 + rank
-        origin = (source * num_slots + slot).to(tl.int32)
+        origin = (source * slots_per_rank + slot).to(tl.int32)
         there = base.to(tl.pointer_type(tl.int32)) + (goal - peer * rows_per_rank)
         tl.store(there, origin, mask=fits)
 
@@ -378,23 +381,26 @@ def place_slots(
     rank: int,
     *,
     mirrored: bool = False,
+    slots_per_rank: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Every slot's row; each receiver is told whose row it is.
 
     Shapes: peers: windows (1, R) int32, ``addresses`` as in :mod:`interlace.ep.windows`
             -> target (N,) int64 = rank * R + row, -1 where the slot was cut; token (N,) int64;
             place (N,) int64: the slot itself, or -1.
-            Writes source rank * N + slot at every row that it targets.
+            Writes source rank * ``slots_per_rank`` + slot at every row that it targets; None is N,
+            which does where all ranks have as many.
     Sync:   none; safe under capture.  Peers see their part after a ``publish``.
     """
     num_slots, rows_per_rank = ids_TK.numel(), peers[0].shape[1]
+    apart = num_slots if slots_per_rank is None else slots_per_rank
     if not _compat.runs_triton("place_slots", ids_TK.device):
         target_N, token_N, place_N = place_slots_ref(ids_TK, ranked, layout)
         for r, peer in enumerate(peers):
             (moved,) = ((target_N >= 0) & (target_N // max(rows_per_rank, 1) == r)).nonzero(
                 as_tuple=True
             )
-            origin = (r if mirrored else rank) * num_slots + moved
+            origin = (r if mirrored else rank) * apart + moved
             peer[0].index_copy_(0, target_N[moved] - r * rows_per_rank, origin.to(torch.int32))
         return target_N, token_N, place_N
     target_N, token_N, place_N = (
@@ -405,7 +411,7 @@ def place_slots(
         _place_kernel[num_blocks,](
             ids_TK.contiguous(), ranked.within, ranked.before, layout.first, layout.kept, addresses,
             target_N, token_N, place_N, num_slots, num_blocks, rank, rows_per_rank,
-            ids_TK.shape[1], mirrored, ranked.block,
+            apart, ids_TK.shape[1], mirrored, ranked.block,
         )  # fmt: skip
     return target_N, token_N, place_N
 
