@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import interlace
-from interlace import Chunking, Pass, Step, ep
+from interlace import Chunking, Step, ep
 
 SEQUENCES, S, D, HIDDEN, V, E, K, LAYERS = 8, 16, 32, 64, 97, 8, 2, 2
 
@@ -61,20 +61,17 @@ class Model(nn.Module):
     def __init__(self, exchange: ep.Exchange) -> None:
         super().__init__()
         self.embedding = nn.Embedding(V, D)
-        self.layers = nn.ModuleList(Block(exchange) for _ in range(LAYERS))
+        self.layers = nn.Sequential(*(Block(exchange) for _ in range(LAYERS)))
         self.head = nn.Linear(D, V)
         generator = torch.Generator().manual_seed(0)
         for weight in self.parameters():  # the same values, however the experts are spread
             shape = (E, *weight.shape[1:]) if weight.dim() == 3 else weight.shape
-            first = exchange.rank * weight.shape[0] if weight.dim() == 3 else 0
+            first = exchange.rank * len(weight) if weight.dim() == 3 else 0
             values = torch.randn(shape, generator=generator) * D**-0.5
-            weight.data.copy_(values[first : first + weight.shape[0]])
+            weight.data.copy_(values[first : first + len(weight)])
 
     def forward(self, tokens_BS):
-        x_BSD = self.embedding(tokens_BS)
-        for layer in self.layers:
-            x_BSD = layer(x_BSD)
-        return self.head(x_BSD)
+        return self.head(self.layers(self.embedding(tokens_BS)))
 
 
 def loss_fn(model, tokens_BS, labels_BS, num_labels):
@@ -85,33 +82,24 @@ def loss_fn(model, tokens_BS, labels_BS, num_labels):
 
 
 def connect(loopback: int, padded: bool) -> ep.Exchange:
-    """Names the ranks that exchange tokens, and what carries them."""
+    """Names the ranks that exchange tokens, and says what carries the tokens."""
+    group = ep.Group("experts", loopback, 0, "loopback" if loopback > 1 else "single")
     if (size := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
         dist.init_process_group()
         rank, rows, counts = dist.get_rank(), dist.new_group(), dist.new_group()
-        ep.register_group(ep.Group("experts", size, rank, "process", rows, counts))
-        return ep.Exchange("experts", size, rank, padded=padded)
-    if loopback > 1:
-        ep.register_group(ep.Group("experts", loopback, 0, "loopback"))
-        return ep.Exchange("experts", loopback, 0, padded=padded)
-    return ep.Exchange(padded=padded)
+        group = ep.Group("experts", size, rank, "process", rows, counts)
+    ep.register_group(group)
+    return ep.Exchange(group.name, group.size, group.rank, padded=padded)
 
 
-def trace_overlapped(step: Step, batch, chunking: Chunking) -> interlace.Traced:
-    """The step with each layer in independent chunks, ordered so that exchanges are covered."""
-    step = replace(step, boundary=chunking.is_root)
-    extent = len(batch[0])
-    part = [x[: extent // chunking.num_chunks] if x.dim() else x for x in batch]
-    small = interlace.trace_step(step, part)
-
-    def chunk(gm):
-        return interlace.chunk_graph(gm, small.gm, chunking, extent).cross_token
-
-    def schedule(gm):
-        interlace.schedule_graph(gm)
-
-    passes = [Pass("chunk", chunk, keeps_effects=False), Pass("schedule", schedule)]
-    return interlace.trace_step(step, batch, passes)
+def check(name, result, reference, rank: int) -> None:
+    """Bitwise, never within a tolerance."""
+    same = torch.equal(result.loss, reference.loss)
+    same &= all(torch.equal(g, reference.grads[n]) for n, g in result.grads.items())
+    if not same:
+        raise SystemExit(f"{name} differs from its reference")
+    if rank == 0:
+        print(f"{name}: loss and {len(result.grads)} gradients bitwise equal")
 
 
 def main() -> None:
@@ -120,11 +108,10 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--capture", action="store_true", help="record the step as a CUDA graph")
     args = parser.parse_args()
-    on_gpu = args.device == "cuda"
-    if on_gpu:
+    if args.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     exchange = connect(args.loopback, padded=args.capture)
-    rank, processes = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, processes = exchange.rank, dist.get_world_size() if dist.is_initialized() else 1
 
     model = Model(exchange).to(args.device)
     tokens = torch.randint(V, (SEQUENCES, S + 1), generator=torch.Generator().manual_seed(1))
@@ -132,39 +119,30 @@ def main() -> None:
     num_labels = torch.tensor(float(SEQUENCES * S), device=args.device)
     batch = (mine[:, :-1].contiguous(), mine[:, 1:].contiguous(), num_labels)
 
-    dtype = torch.bfloat16 if on_gpu else torch.float32  # weights stay float32 either way
+    dtype = torch.bfloat16 if args.device == "cuda" else torch.float32  # of the arithmetic
     step = Step(model, loss_fn, compute_dtype=dtype, keep=lambda name: "router" in name)
-    chunking = Chunking("layers.*", num_chunks=2)
     params, buffers = step.state()
     control = interlace.trace_step(step, batch)
-    overlapped = trace_overlapped(step, batch, chunking)
-    interlace.agree_on_order(overlapped.gm)
+    result = control(params, buffers, batch)  # result.loss, result.grads, result.extra
+    plain = interlace.run_eager(step, params, buffers, batch)  # the same bits, without a graph
+    check(f"traced, {len(control.gm.graph.nodes)} nodes", result, plain, rank)
 
-    def check(name, result, reference):
-        same = torch.equal(result.loss, reference.loss)
-        same &= all(torch.equal(g, reference.grads[n]) for n, g in result.grads.items())
-        if not same:
-            raise SystemExit(f"{name} differs from its reference")
-        if rank == 0:
-            print(f"{name}: loss and {len(result.grads)} gradients bitwise equal")
-
-    plain = interlace.run_eager(step, params, buffers, batch)
+    chunking = Chunking("layers.*", num_chunks=2)
+    overlapped = interlace.trace_overlapped(step, batch, chunking)
+    interlace.agree_on_order(overlapped.gm)  # ranks that launch in another order would hang
     chunked = interlace.run_eager(replace(step, chunking=chunking), params, buffers, batch)
-    check(f"traced, {len(control.gm.graph.nodes)} nodes", control(params, buffers, batch), plain)
     name = f"chunked and scheduled, {len(overlapped.gm.graph.nodes)} nodes"
-    check(name, overlapped(params, buffers, batch), chunked)
+    check(name, overlapped(params, buffers, batch), chunked, rank)
 
     run = lambda batch: overlapped(params, buffers, batch)  # noqa: E731
     if args.capture:
         run = interlace.capture_step(run, batch, state=lambda: params | buffers)
-        check("captured", run(batch), chunked)
+        check("captured", run(batch), chunked, rank)
     for n in range(20):
         result = run(batch)
-        # A gradient has the type of the arithmetic; what is summed over ranks is summed in float32.
         grads = {name: grad.float() for name, grad in result.grads.items()}
         if processes > 1:  # experts' gradients are whole already: their rows came from all ranks
-            dense = [grad for name, grad in grads.items() if params[name].dim() < 3]
-            for tensor in (result.loss, *dense):
+            for tensor in (result.loss, *(g for n, g in grads.items() if params[n].dim() < 3)):
                 dist.all_reduce(tensor)
         with torch.no_grad():
             for name, grad in grads.items():

@@ -13,17 +13,17 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from interlace import ep
-    from interlace.capture import Captured
-    from interlace.capture import capture as capture_step
+    from interlace.capture import Captured, capture_step
     from interlace.chunk import chunk_graph
     from interlace.graph import Pass, check_order, run_passes
     from interlace.graph.chunking import Chunking
     from interlace.kernels.grouped_mm import grouped_mm
+    from interlace.overlap import trace_overlapped
     from interlace.regional import compile_regions
     from interlace.schedule import agree_on_order, schedule_graph
     from interlace.trace import Step, StepResult, Traced, run_eager, trace_step
 
-# Where each name lives.  `capture_step` is named so because `interlace.capture` is a module.
+# Where each name lives.
 _LIVES_IN = {
     "Step": "trace",
     "StepResult": "trace",
@@ -36,10 +36,11 @@ _LIVES_IN = {
     "Chunking": "graph.chunking",
     "chunk_graph": "chunk",
     "compile_regions": "regional",
+    "trace_overlapped": "overlap",
     "agree_on_order": "schedule",
     "schedule_graph": "schedule",
     "Captured": "capture",
-    "capture_step": "capture:capture",
+    "capture_step": "capture",
     "grouped_mm": "kernels.grouped_mm",
 }
 
@@ -60,6 +61,7 @@ __all__ = [
     "run_eager",
     "run_passes",
     "schedule_graph",
+    "trace_overlapped",
     "trace_step",
 ]
 
@@ -70,8 +72,7 @@ def __getattr__(name: str) -> Any:
         return import_module("interlace.ep")
     if name not in _LIVES_IN:
         raise AttributeError(f"module 'interlace' has no attribute {name!r}")
-    module, _, other = _LIVES_IN[name].partition(":")
-    value = getattr(import_module(f"interlace.{module}"), other or name)
+    value = getattr(import_module(f"interlace.{_LIVES_IN[name]}"), name)
     globals()[name] = value  # found at once the next time
     return value
 

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from interlace.trace import StepResult
+from interlace.trace.refusals import Layout, check_layout, layout_of
 
 WARM_UPS = 3  # kernels are compiled and handles made before anything is recorded
 MAX_LAYOUTS = 2  # of one step; a graph holds the memory of a whole step
 Run = Callable[[Sequence[Tensor]], StepResult]
-Layout = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 _live: weakref.WeakSet[Captured] = weakref.WeakSet()
 
@@ -57,7 +57,7 @@ class Captured:
         """
         if self.graph is None:
             raise RuntimeError("this captured step has been closed and cannot be replayed.")
-        check_inputs(self.inputs, batch)
+        check_layout(layout_of(self.inputs), batch, "capture")
         check_addresses(self.addresses, self.state())
         for place, new in zip(self.inputs, batch, strict=True):
             place.copy_(new)
@@ -84,22 +84,6 @@ def close_all(*, wait: bool = True) -> None:
         captured.close(wait=wait)
 
 
-def check_inputs(captured: Sequence[Tensor], batch: Sequence[Tensor]) -> None:
-    """ValueError that names both layouts where a batch is not laid out like the captured one."""
-    found, expected = layout_of(batch), layout_of(captured)
-    if len(found) != len(expected):
-        raise ValueError(
-            f"the step was captured for {len(expected)} inputs and got {len(found)}; hand it "
-            f"inputs like those that it was captured with."
-        )
-    for index, (a, b) in enumerate(zip(found, expected, strict=True)):
-        if a != b:
-            raise ValueError(
-                f"the step was captured for {b[0]} {b[1]} as input {index} and got {a[0]} {a[1]}; "
-                f"capture it again for the new shape."
-            )
-
-
 def check_addresses(captured: Mapping[str, int], state: Mapping[str, Tensor]) -> None:
     """ValueError that names the first tensor which is no longer where the graph reads it."""
     found = _addresses(state)
@@ -117,12 +101,7 @@ def _addresses(state: Mapping[str, Tensor]) -> dict[str, int]:
     return {name: tensor.data_ptr() for name, tensor in state.items()}
 
 
-def layout_of(batch: Sequence[Tensor]) -> Layout:
-    """Shapes and dtypes: what a step is traced and captured for."""
-    return tuple((tuple(x.shape), x.dtype) for x in batch)
-
-
-def capture(
+def capture_step(
     run: Run,
     batch: Sequence[Tensor],
     *,
@@ -139,8 +118,9 @@ def capture(
     device = batch[0].device
     if device.type != "cuda":
         raise ValueError(
-            f"capture.enabled: a CUDA graph needs CUDA tensors, got {device.type}; "
-            "use --capture.no-enabled there."
+            f"capture_step: a CUDA graph needs CUDA tensors, got {device.type}; move the model and "
+            "the batch to a CUDA device, or run the step as it is (on the command line: "
+            "--capture.no-enabled)."
         )
     inputs = tuple(x.clone() for x in batch)
     before = random_state(device, generators)

@@ -37,7 +37,7 @@ def fake_capture(
     *,
     state: Callable[[], Mapping[str, Tensor]] = dict,
 ) -> Captured:
-    """As :func:`interlace.capture.capture`: warm-ups, then one recorded call."""
+    """As :func:`interlace.capture.capture_step`: warm-ups, then one recorded call."""
     inputs = tuple(x.clone() for x in batch)
     before = random_state(inputs[0].device)
     for _ in range(WARM_UPS):

@@ -9,8 +9,8 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "interlace"
 ORDER = (
-    "_compat graph kernels ep model trace chunk remat page regional schedule pipeline capture"
-    " train measure cli __main__"
+    "_compat graph kernels ep model trace chunk remat page regional schedule overlap pipeline"
+    " capture train measure cli __main__"
 ).split()
 # The exceptions: torch's operator namespace, and what is public in all but its spelling.
 PUBLIC = ("torch.ops.",)

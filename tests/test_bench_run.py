@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from ranks import Ranks
 from small_runs import small_world
 
 from interlace.cli import main
+from interlace.kernels import grouped_mm as grouped_mm_module
 from interlace.measure import bench_arms
 from interlace.measure.bench import bench
+from interlace.measure.bench_plan import Cell
 from interlace.measure.bench_request import DEFAULT_ARMS, Request, read_arms, read_settings
 
 SIZE = (
@@ -237,12 +240,12 @@ def test_mistakes_are_one_line_before_anything_is_built(
     assert "building" not in printed.out
 
 
-def _on_two(rank: int, size: int, path: str, fault: bool) -> bool:
+def _on_two(rank: int, size: int, path: str, fault: bool, backend: str = "alltoall") -> bool:
     from interlace.measure import bench_timing
 
     bench_timing._SAMPLE_SECONDS = 0.001
     torch.set_num_threads(1)
-    flags = ["qwen3-tiny", *SIZE, "--ep.padded"]
+    flags = ["qwen3-tiny", *SIZE, "--ep.padded", "--ep.backend", backend]
     request = Request(
         *read_arms("control" if fault else "control,chunk-scheduled"), (),
         read_settings(flags, [], size), rounds=2, json=Path(path),
@@ -269,13 +272,54 @@ def _on_two(rank: int, size: int, path: str, fault: bool) -> bool:
 
 
 @pytest.mark.slow
-def test_two_processes_agree_on_times_and_verdicts(two_ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["alltoall", "minimal_async", "hybridep"])
+def test_two_processes_agree_on_times_and_verdicts(
+    two_ranks: Ranks, tmp_path: Path, backend: str
+) -> None:
     path = tmp_path / "b.json"
-    assert two_ranks.run(_on_two, str(path), False) == [True, True]
+    assert two_ranks.run(_on_two, str(path), False, backend) == [True, True]
     found = json.loads(path.read_text())
     assert (found["transport"], found["world_size"]) == ("gloo", 2)
     assert [arm["equal"] for arm in found["arms"]] == [True, True]
     assert found["ceilings"][0]["compute_only_ms"] > 0
+
+
+def _rows_computed(rank: int, size: int, backend: str) -> list[tuple[int, int]]:
+    """Live rows of this rank's experts by layer, in the control and in its ceiling."""
+    torch.set_num_threads(1)
+    flags = ["qwen3-tiny", *SIZE, "--ep.padded", "--ep.backend", backend]
+    (setting,) = read_settings([*flags, "--model.routing", "skewed:1.2"], [], size)
+    world = small_world(rank, size, degree=2)
+    bench = bench_arms.open_workbench(
+        setting.config, world, ("control",), lambda what: nullcontext(), optimizer=False
+    )
+    cell = Cell("control", (), None, setting.config)
+    rows: list[int] = []
+    real = grouped_mm_module._mm
+
+    def counted(x, w, ends):
+        rows.append(int(ends[-1]))
+        return real(x, w, ends)
+
+    library = torch.library.Library("interlace", "IMPL")
+    library.impl("grouped_mm", counted, "CPU", allow_override=True)
+    found = []
+    for run in (bench.build(cell).run, bench.build_compute_only(cell, captured=False).run):
+        rows.clear()
+        run()
+        found.append(tuple(rows))
+    bench.close()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["alltoall", "minimal_async"])
+def test_the_ceiling_computes_what_the_control_computes(two_ranks: Ranks, backend: str) -> None:
+    """Skewed routing: each rank has the rows of its own experts, sent or not."""
+    ranks = two_ranks.run(_rows_computed, backend)
+    assert ranks[0][0] != ranks[1][0]
+    for control, ceiling in ranks:
+        assert control == ceiling
 
 
 @pytest.mark.slow

@@ -22,14 +22,14 @@ from interlace import capture as capture_module
 from interlace.capture import (
     ByLayout,
     Captured,
-    capture,
+    capture_step,
     check_addresses,
-    check_inputs,
     close_all,
     set_allocator,
 )
 from interlace.model.batch import Batch
 from interlace.trace import StepResult
+from interlace.trace.refusals import check_layout, layout_of
 from interlace.train import arms as arms_module
 from interlace.train import loop, overflow, world
 from interlace.train.arms import ARMS
@@ -43,26 +43,26 @@ from interlace.train.world import init_world
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arms_module, "capture", fake_capture)
+    monkeypatch.setattr(arms_module, "capture_step", fake_capture)
 
 
 # --- refusals -------------------------------------------------------------------------------------
 
 
 def test_without_cuda_capture_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"a CUDA graph needs CUDA tensors, got cpu"):
-        capture(lambda batch: StepResult(batch[0], {}, {}), (torch.ones(1),))
+    with pytest.raises(ValueError, match=r"CUDA tensors, got cpu.*move the model and the batch"):
+        capture_step(lambda batch: StepResult(batch[0], {}, {}), (torch.ones(1),))
 
 
 def test_other_shapes_are_refused_by_both_numbers() -> None:
-    held = (torch.ones(2, 3), torch.ones(4))
-    check_inputs(held, (torch.zeros(2, 3), torch.zeros(4)))
+    held = layout_of((torch.ones(2, 3), torch.ones(4)))
+    check_layout(held, (torch.zeros(2, 3), torch.zeros(4)), "capture")
     with pytest.raises(
         ValueError, match=r"captured for \(4,\) torch.float32 as input 1 and got \(5,"
     ):
-        check_inputs(held, (torch.zeros(2, 3), torch.zeros(5)))
+        check_layout(held, (torch.zeros(2, 3), torch.zeros(5)), "capture")
     with pytest.raises(ValueError, match="captured for 2 inputs and got 1"):
-        check_inputs(held, held[:1])
+        check_layout(held, (torch.zeros(2, 3),), "capture")
 
 
 def test_exact_exchange_and_eager_mode_are_refused() -> None:
@@ -408,7 +408,7 @@ def test_random_numbers_go_on_as_without_a_graph() -> None:
     start()
     expected = [run((x,)).grads["x"].clone() for _ in range(5)]
     start()
-    captured = capture(run, (x,), generators=(own,))
+    captured = capture_step(run, (x,), generators=(own,))
     actual = [captured((x,)).grads["x"].clone() for _ in range(5)]
     for a, b in zip(actual, expected, strict=True):
         assert torch.equal(a, b)

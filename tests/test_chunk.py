@@ -256,6 +256,15 @@ def test_refusals_name_the_line_of_the_model() -> None:
         chunk_graph(full.gm, small.gm, chunking, B)
 
 
+def test_a_trace_without_a_boundary_is_refused() -> None:
+    step, chunking = Step(Net(_exchange()), _loss), Chunking(MOE, 2)
+    full, small = trace_step(step, _batch()), trace_step(step, _batch(B // 2))
+    with pytest.raises(
+        ValueError, match=r"layers.0.moe has no boundary .* boundary=chunking.is_root"
+    ):
+        chunk_graph(full.gm, small.gm, chunking, B)
+
+
 def test_a_loop_over_the_extent_is_refused() -> None:
     def loops(x, out):
         for _ in range(x.shape[0] // 6):

@@ -112,7 +112,7 @@ def test_public_names() -> None:
     for name in interlace.__all__:
         assert getattr(interlace, name) is not None
         assert name in dir(interlace)
-    assert interlace.capture_step is importlib.import_module("interlace.capture").capture
+    assert interlace.capture_step is importlib.import_module("interlace.capture").capture_step
     assert interlace.ep is ep
     with pytest.raises(AttributeError, match="module 'interlace' has no attribute 'trace_stp'"):
         _ = interlace.trace_stp

@@ -167,3 +167,30 @@ def test_tags_say_where_a_node_came_from() -> None:
     g.output(node)
     with pytest.raises(ValueError, match="2 nodes have no tag: x, output"):
         check_invariants(fx.GraphModule(torch.nn.Module(), g))
+
+
+def test_what_is_no_pass_is_refused_before_anything_runs() -> None:
+    ran = []
+
+    def first(gm: fx.GraphModule) -> None:
+        ran.append(gm)
+
+    with pytest.raises(ValueError, match=r"first is no Pass .* Pass\('first', first\)"):
+        run_passes(_graph_with_effects(), [Pass("good", first), first])
+    assert ran == []
+
+
+@pytest.mark.parametrize("notes", ["one line", ["a", 1], {"a": 1}, 7, torch.ones(2)], ids=str)
+def test_notes_are_lines_of_text(notes: object) -> None:
+    with pytest.raises(ValueError, match=r"pass 'bad' failed: it returned .*expected notes"):
+        run_passes(_graph_with_effects(), [Pass("bad", lambda gm: notes)])
+
+
+def test_notes_are_kept() -> None:
+    passes = [Pass("a", lambda gm: ["x", "y"]), Pass("b", lambda gm: ("z",)), Pass("c", len_of)]
+    reports = run_passes(_graph_with_effects(), passes)
+    assert [r.notes for r in reports] == [("x", "y"), ("z",), ()]
+
+
+def len_of(gm: fx.GraphModule) -> None:
+    """Returns nothing, as most passes do."""

@@ -95,6 +95,21 @@ def test_gradients_that_share_memory_are_added_to_apart() -> None:
     assert number == 1
 
 
+def test_sums_never_write_into_an_input() -> None:
+    """A gradient that is an input itself: a function that hands on what it saved, say."""
+    weight = torch.ones(3)
+
+    def run(batch: Any) -> StepResult:
+        return StepResult(torch.zeros(()), {"w": batch[0][0], "v": weight}, {})
+
+    inputs = (torch.arange(6.0).view(2, 3), torch.ones(()))
+    total = over_microbatches(run, 1)(inputs)
+    assert total.grads["w"].tolist() == [3.0, 5.0, 7.0]
+    assert total.grads["v"].tolist() == [2.0] * 3
+    assert inputs[0].tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    assert weight.tolist() == [1.0] * 3
+
+
 def test_gradients_are_added_where_they_are_made() -> None:
     """The order of all other nodes stays; no gradient is held while another is computed."""
     engine = small_engine(small_config(training__microbatches=2, ep__padded=True), arm="scheduled")

@@ -10,6 +10,7 @@ from test_gather_rows import run_interpreted
 from torch import nn
 
 from interlace.kernels import adamw as adamw_module
+from interlace.train import optim as optim_module
 from interlace.train.balance import update_expert_bias_
 from interlace.train.optim import (
     build_optimizer,
@@ -139,6 +140,24 @@ def test_update_on_the_gpu_keeps_the_layout_of_the_state() -> None:
         assert pair[0].state[a]["step"] == pair[1].state[b]["step"] == 2
 
 
+@pytest.mark.parametrize(("other", "fits"), [
+    ({}, True), ({"amsgrad": True}, False), ({"maximize": True}, False),
+])  # fmt: skip
+def test_only_what_the_kernel_computes_goes_through_it(other: dict[str, bool], fits: bool) -> None:
+    class OnCuda(nn.Parameter):
+        is_cuda = True
+
+    class Own(torch.optim.AdamW):
+        pass
+
+    parameters = [OnCuda(torch.zeros(2, 3))]
+    assert optim_module._fits_kernel(torch.optim.AdamW(parameters, **other), parameters) is fits
+    assert not optim_module._fits_kernel(Own(parameters), parameters)
+    assert not optim_module._fits_kernel(torch.optim.SGD(parameters), parameters)
+    half = [OnCuda(torch.zeros(2, 3, dtype=torch.bfloat16))]
+    assert not optim_module._fits_kernel(torch.optim.AdamW(half), half)
+
+
 def test_adamw_refuses_what_does_not_fit() -> None:
     x, numbers = torch.zeros(2, 3), {"lr": 1.0, "betas": (0, 0), "eps": 0, "weight_decay": 0}
     with pytest.raises(ValueError, match=r"parameter \(2, 3\), gradient \(3, 2\)"):
@@ -225,3 +244,20 @@ def test_expert_bias_rejects_wrong_types() -> None:
         update_expert_bias_(torch.zeros(2, dtype=torch.bfloat16), torch.ones(2).long(), 0.1)
     with pytest.raises(ValueError, match=r"shape \(2,\), the counts \(3,\)"):
         update_expert_bias_(torch.zeros(2), torch.ones(3).long(), 0.1)
+
+
+def test_frozen_parameters_are_left_alone() -> None:
+    model = Tiny()
+    model.experts.requires_grad_(False)
+    before = model.experts.detach().clone()
+    optimizer = build_optimizer(model.named_parameters(), lr=0.1, weight_decay=0.3)
+    found = complete(model.named_parameters(), {})
+    assert all(p is not model.experts for p, _ in found)
+    assert len(found) == len(list(model.parameters())) - 1
+    update(optimizer, model.named_parameters(), {"proj.weight": torch.ones(3, 3)})
+    assert torch.equal(model.experts, before)
+    assert model.experts.grad is None
+    with pytest.raises(
+        ValueError, match=r"gradients for experts .* no such parameter that is trained"
+    ):
+        complete(model.named_parameters(), {"experts": torch.ones(2, 3, 4)})

@@ -163,7 +163,7 @@ def test_redo_is_the_run_that_had_room_from_the_start(
 ) -> None:
     """Four steps, random numbers drawn in each: weights, moments, bias, counts, losses, and where
     the random numbers stand.  The captured arms with a stand-in for the graph."""
-    monkeypatch.setattr(arms_module, "capture", fake_capture)
+    monkeypatch.setattr(arms_module, "capture_step", fake_capture)
     small = noisy(engine_of(config_of("redo", 1.0), arm))
     torch.manual_seed(7)
     losses, state = run_steps(small, 4), torch.get_rng_state()
@@ -188,7 +188,7 @@ def test_overflow_while_warming_up_is_nobody_s_business(monkeypatch: pytest.Monk
         seen.append(int(captured.result.extra["overflow"].max()))
         return captured
 
-    monkeypatch.setattr(arms_module, "capture", watched)
+    monkeypatch.setattr(arms_module, "capture_step", watched)
     engine = engine_of(config_of("error", 1.9, model__num_experts=8), "captured")
     assert seen[0] > 0
     run_steps(engine, 1)

@@ -137,3 +137,19 @@ def test_off_shows_what_policy_would_do(tmp_path: Path, capsys: pytest.CaptureFi
     schedule_command(_config(overlap__scheduler="off"), tmp_path)
     assert "overlap.scheduler is off; shown is what policy would do" in capsys.readouterr().out
     assert json.loads((tmp_path / "schedule.json").read_text())["scheduler"] == "policy"
+
+
+@pytest.mark.parametrize("launch_us", [1, 3, 7, 13, 29])
+def test_labels_end_inside_of_the_picture(launch_us: int) -> None:
+    """A character of the axis is about 7 wide; timelines of several lengths."""
+    b = Builder()
+    two_chunks_forward(b)
+    timeline = simulate(b.done("merge").graph.nodes, Machine(launch_us=launch_us))
+    svg = ET.fromstring(timeline_svg(timeline, timeline, "t"))
+    width = float(svg.get("width"))
+    labels = [t for t in svg.iter(f"{SVG}text") if t.get("class") == "axis"]
+    assert labels
+    for label in labels:
+        x, long = float(label.get("x")), 7 * len(label.text)
+        start, end = (x - long, x) if label.get("text-anchor") == "end" else (x, x + long)
+        assert 110 - long <= start < end <= width

@@ -264,3 +264,90 @@ def test_nothing_of_the_trace_stays_on_the_model() -> None:
         assert not module._forward_hooks
         assert not module._forward_pre_hooks
     assert all(isinstance(p, nn.Parameter) for p in model.parameters())
+
+
+# --- what a user's step may do wrong --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("returned", "kind"),
+    [
+        (lambda loss: loss, "Tensor"),
+        (lambda loss: (loss, loss), r"\(Tensor, Tensor\)"),
+        (lambda loss: (loss,), r"\(Tensor\)"),
+        (lambda loss: (loss, {"size": 1.0}), "a float as size"),
+        (lambda loss: None, "NoneType"),
+    ],
+)
+def test_what_loss_fn_returns_is_checked(returned, kind: str) -> None:
+    step = Step(Net(), lambda model, *batch: returned(_loss(model, *batch)[0]))
+    message = rf"loss_fn returned {kind}; expected \(loss, extra\)"
+    with pytest.raises(ValueError, match=message):
+        trace_step(step, _batch())
+    with pytest.raises(ValueError, match=message):
+        run_eager(step, *step.state(), _batch())
+
+
+def test_another_layout_than_the_traced_one_is_refused() -> None:
+    step, traced = _trace(Net())
+    state, (tokens, labels) = step.state(), _batch()
+    message = (
+        r"the step was traced for \(9,\) torch.int64 as input 1 and got \(5,\) torch.int64; trace"
+    )
+    with pytest.raises(ValueError, match=message):
+        traced(*state, (tokens, labels[:5]))
+    with pytest.raises(ValueError, match=r"as input 0 and got \(9,\) torch.int32; trace it again"):
+        traced(*state, (tokens.int(), labels))
+    with pytest.raises(ValueError, match="traced for 2 inputs and got 1; hand it"):
+        traced(*state, (tokens,))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_frozen_parameters_get_no_gradient(dtype: torch.dtype) -> None:
+    """A frozen block, and a frozen tensor that two modules share."""
+    torch.manual_seed(0)
+    model = Net(recompute=(1,))
+    model.layers[1].requires_grad_(False)
+    model.embedding.weight.requires_grad_(False)
+    step, traced = _trace(model, compute_dtype=dtype)
+    trained = {n for n, p in model.named_parameters() if p.requires_grad}
+    assert 0 < len(trained) < len(dict(model.named_parameters()))
+    params, buffers = step.state()
+    assert params.keys() == trained
+    assert {"scale", "embedding.weight", "layers.1.up.weight"} <= buffers.keys()
+    _assert_equal_to_eager(step, traced)
+    model.requires_grad_(True)  # all of them: the gradients of the others are the same
+    every = run_eager(step, *step.state(), _batch(5))
+    for name, grad in traced(params, buffers, _batch(5)).grads.items():
+        assert torch.equal(grad, every.grads[name]), name
+    with pytest.raises(ValueError, match=r"has no embedding.weight \(4 in all\), .* it again"):
+        traced(*step.state(), _batch())
+
+
+class Decides(nn.Module):
+    """Its graph would depend on a value."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.relu() if x.sum() > 0 else x
+
+
+@pytest.mark.parametrize("recompute", [(), (1,)], ids=["plain", "recomputed"])
+def test_a_branch_on_a_value_names_its_module(recompute: tuple[int, ...]) -> None:
+    model = Net(recompute=recompute)
+    model.layers[1].norm = nn.Sequential(nn.RMSNorm(12), Decides())
+    message = (
+        r"layers\.1\.norm\.1 at test_trace.py:\d+ depends on the value of a tensor.*torch\.where"
+    )
+    with pytest.raises(ValueError, match=message) as caught:
+        trace_step(Step(model, _loss), _batch())
+    assert "Could not guard on data-dependent" in str(caught.value.__cause__)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_branch_in_the_loss_is_named_too() -> None:
+    def loss(model: nn.Module, tokens: Tensor, labels: Tensor):
+        total, extra = _loss(model, tokens, labels)
+        return (total * 2 if total > 1 else total), extra
+
+    with pytest.raises(ValueError, match=r"the loss at test_trace.py:\d+ depends on the value"):
+        trace_step(Step(Net(), loss), _batch())

@@ -44,7 +44,8 @@ def chunk_graph(
 ) -> ChunkReport:
     """Rewrites ``full`` in place; ``extent`` is the full size of the chunked dimension.
 
-    Raises: ValueError that names node, module and line for whatever cannot be proven right.
+    Raises: ValueError that names node, module and line for whatever cannot be proven right, or a
+            root without a boundary.
     """
     try:
         twins = align(full, small)
@@ -56,10 +57,22 @@ def chunk_graph(
             ) from None
         raise
     analysis = analyse(full, twins, chunking, extent)
+    _check_boundaries(full, analysis)
     _Chunker(full.graph, twins, analysis, chunking, extent).run()
     return ChunkReport(
         [(r.root, r.phase, len(r.body)) for r in analysis.regions], analysis.cross_token
     )
+
+
+def _check_boundaries(full: fx.GraphModule, analysis: Analysis) -> None:
+    """Without a boundary gradients would be summed in another order than eager chunking has."""
+    cut = {tag_of(n).layer for n in full.graph.nodes if n.target is aten.alias.default}
+    for region in analysis.regions:
+        if region.root not in cut:
+            raise ValueError(
+                f"chunking: {region.root} has no boundary in the full trace; trace both steps "
+                "with Step(..., boundary=chunking.is_root)."
+            )
 
 
 class _Chunker:

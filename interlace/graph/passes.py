@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
@@ -87,13 +88,20 @@ def run_passes(gm: fx.GraphModule, passes: Sequence[Pass]) -> list[PassReport]:
     """Runs passes in order on ``gm``, in place.
 
     Raises: ValueError that names the pass and its cause, when one raises, leaves an illegal graph
-            or loses a side effect.
+            loses a side effect or returns no notes; or for what is no pass, before any runs.
     """
+    for p in passes:
+        if not isinstance(p, Pass):
+            name = getattr(p, "__name__", type(p).__name__)
+            raise ValueError(
+                f"run_passes: {name} is no Pass but a {type(p).__name__}; name it: "
+                f"Pass({name!r}, {name})."
+            )
     reports = []
     for p in passes:
         effects, before, start = count_effects(gm), len(gm.graph.nodes), time.perf_counter()
         try:
-            notes = tuple(p.run(gm) or ())
+            notes = _notes(p.run(gm))
             check_invariants(gm)
             if p.keeps_effects and (after := count_effects(gm)) != effects:
                 changed = sorted((effects - after) + (after - effects))
@@ -104,3 +112,16 @@ def run_passes(gm: fx.GraphModule, passes: Sequence[Pass]) -> list[PassReport]:
         seconds = time.perf_counter() - start
         reports.append(PassReport(p.name, seconds, before, len(gm.graph.nodes), notes))
     return reports
+
+
+def _notes(returned: Any) -> tuple[str, ...]:
+    """What a pass returned, as lines for the user."""
+    if returned is None:
+        return ()
+    lines = isinstance(returned, (list, tuple)) and all(isinstance(x, str) for x in returned)
+    if not lines:
+        raise ValueError(
+            f"it returned a {type(returned).__name__}; expected notes for the user: a list of "
+            "strings, or None."
+        )
+    return tuple(returned)

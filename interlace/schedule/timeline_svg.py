@@ -193,7 +193,11 @@ def _strip(
     for i in range(int(longest_us / step) + 1):
         x = _LEFT + i * step * scale
         yield f'<line class="tick" x1="{x:.1f}" x2="{x:.1f}" y1="{base}" y2="{base + 5}"/>'
-        yield f'<text class="axis" x="{x + 3:.1f}" y="{base + 13}">{i * step / 1e3:g} ms</text>'
+        label = f"{i * step / 1e3:g} ms"
+        place, side = x + 3, ""
+        if place + 7 * len(label) > _WIDTH:  # the last one: left of its tick
+            place, side = x - 3, ' text-anchor="end"'
+        yield f'<text class="axis" x="{place:.1f}" y="{base + 13}"{side}>{label}</text>'
 
 
 def _tick_us(longest_us: float) -> float:

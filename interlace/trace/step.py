@@ -24,6 +24,13 @@ from interlace.graph.passes import Pass, PassReport, remove_dead_nodes, run_pass
 from interlace.trace.backward import Sums, fill_unused, settle_tags, tagged_grad
 from interlace.trace.eager_chunk import chunk_modules
 from interlace.trace.functional import functionalise_temporaries
+from interlace.trace.refusals import (
+    Layout,
+    check_layout,
+    check_loss,
+    layout_of,
+    values_are_not_read,
+)
 from interlace.trace.regions import Regions
 
 LossFn = Callable[..., tuple[Tensor, dict[str, Tensor]]]
@@ -60,8 +67,12 @@ class Step:
     chunking: Chunking | None = None
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The model's own parameters and buffers, each once however often it is used."""
-        return dict(self.model.named_parameters()), dict(self.model.named_buffers())
+        """What is trained, and what is only read: frozen parameters (``requires_grad`` False) and
+        buffers; the model's own tensors, each once however often it is used."""
+        params = dict(self.model.named_parameters())
+        trained = {n: p for n, p in params.items() if p.requires_grad}
+        frozen = {n: p for n, p in params.items() if not p.requires_grad}
+        return trained, {**frozen, **dict(self.model.named_buffers())}
 
 
 def run_eager(
@@ -77,17 +88,33 @@ def run_eager(
 
 @dataclass(frozen=True)
 class Traced:
-    """A step as one graph: ``gm(*params, *buffers, *batch) -> [loss, *grads, *extra]``."""
+    """A step as one graph: ``gm(*params, *buffers, *batch) -> [loss, *grads, *extra]``.
+
+    Names as in :meth:`Step.state`; ``layout`` is that of the batch.
+    """
 
     gm: fx.GraphModule
     params: tuple[str, ...]
     buffers: tuple[str, ...]
     extra: tuple[str, ...]
+    layout: Layout
     reports: tuple[PassReport, ...] = ()
 
     def __call__(
         self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Sequence[Tensor]
     ) -> StepResult:
+        """Runs the graph.
+
+        Raises: ValueError for a batch of another layout, or a state with other names.
+        """
+        check_layout(self.layout, batch, "trace")
+        if missing := [n for n in self.params if n not in params] + [
+            n for n in self.buffers if n not in buffers
+        ]:
+            raise ValueError(
+                f"the state has no {missing[0]} ({len(missing)} in all), or it was frozen or "
+                "freed since the step was traced; hand in Step.state(), or trace it again."
+            )
         with torch.no_grad():
             out = self.gm(
                 *(params[n] for n in self.params), *(buffers[n] for n in self.buffers), *batch
@@ -155,6 +182,7 @@ def _trace(
         ]
         stack.enter_context(traceback.preserve_node_meta())
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.enter_context(values_are_not_read(step.model))
         gm = make_fx(record, tracing_mode="real", record_stack_traces=source_lines)(*fake)
     roles = [("param", n.rpartition(".")[0]) for n in params]
     roles += [("buffer", n.rpartition(".")[0]) for n in buffers] + [("arg", "")] * len(batch)
@@ -165,7 +193,8 @@ def _trace(
         Pass("functionalise_temporaries", functionalise_temporaries, keeps_effects=False),
     ]
     reports = run_passes(gm, [*clean_up, *passes])
-    return Traced(gm, tuple(params), tuple(buffers), tuple(extra_names), tuple(reports))
+    names = tuple(params), tuple(buffers), tuple(extra_names)
+    return Traced(gm, *names, layout_of(batch), tuple(reports))
 
 
 class _Body(torch.nn.Module):
@@ -188,8 +217,10 @@ def _compute(
     regions: Regions | None,
     sums: Sums | None,
 ) -> StepResult:
-    weights = {n: _cast(step, n, p, regions) for n, p in params.items()}
-    leaves, state = list(weights.values()), {**weights, **buffers}
+    weights = {n: _cast(step, n, p, regions).requires_grad_() for n, p in params.items()}
+    frozen = {n for n, _ in step.model.named_parameters()} - weights.keys()
+    read = {n: _cast(step, n, b, regions) if n in frozen else b for n, b in buffers.items()}
+    leaves, state = list(weights.values()), {**weights, **read}
 
     def body(*batch: Tensor) -> StepResult:
         with contextlib.ExitStack() as stack:
@@ -199,11 +230,11 @@ def _compute(
 
     def run(*batch: Tensor) -> StepResult:
         if regions is None or sums is None:
-            loss, extra = step.loss_fn(step.model, *batch)
+            loss, extra = check_loss(step.loss_fn(step.model, *batch))
             grads = fill_unused(leaves, torch.autograd.grad(loss, leaves, allow_unused=True))
         else:
             with regions.of_modules(step.model, step.boundary):
-                loss, extra = step.loss_fn(step.model, *batch)
+                loss, extra = check_loss(step.loss_fn(step.model, *batch))
                 grads = tagged_grad(regions, loss, leaves, sums)
         return StepResult(
             loss.detach(),
@@ -220,7 +251,7 @@ def _cast(step: Step, name: str, param: Tensor, regions: Regions | None) -> Tens
         return param
     inside = regions.region(name.rpartition(".")[0], role="cast") if regions else None
     with inside or contextlib.nullcontext(), torch.no_grad():
-        return param.to(step.compute_dtype).requires_grad_()
+        return param.to(step.compute_dtype)
 
 
 def _every_name(model: torch.nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -20,18 +20,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
-import torch
-from torch import Tensor, fx
+from torch import Tensor
 
-from interlace.capture import ByLayout, Run, capture
-from interlace.chunk import chunk_graph
-from interlace.chunk.buffers import assign_buffers
-from interlace.ep.backend import get_backend
-from interlace.graph.chunking import BATCH, SEQUENCE, Chunking, chunk_extent
-from interlace.graph.passes import Pass
-from interlace.regional import compile_regions
-from interlace.schedule import Edge, schedule_graph
-from interlace.trace import Step, StepResult, Traced, run_eager, trace_step
+from interlace.capture import ByLayout, Run, capture_step
+from interlace.graph.chunking import BATCH, SEQUENCE, Chunking
+from interlace.overlap import trace_overlapped
+from interlace.trace import Step, StepResult, Traced, run_eager
 from interlace.train.config import Config
 from interlace.train.microbatches import added_on_the_way, over_microbatches
 
@@ -146,7 +140,7 @@ class Runner:
         if not self.arm.captured:
             return whole
         with self.working("capturing the step"):
-            return capture(whole, batch, state=self._state)
+            return capture_step(whole, batch, state=self._state)
 
     def _state(self) -> dict[str, Tensor]:
         params, buffers = self.step.state()
@@ -196,43 +190,17 @@ def trace_arm(arm: Arm, step: Step, batch: Sequence[Tensor], config: Config) -> 
 def _trace_arm(
     arm: Arm, step: Step, batch: Sequence[Tensor], config: Config, *, source_lines: bool
 ) -> Traced:
-    passes = []
-    chunking = chunking_of(config, at_least=2)
-    if arm.chunked and arm.traced:
-        step = replace(step, chunking=None, boundary=chunking.is_root)
-        extent = batch[0].shape[chunking.dim]
-        name = ("training.local_batch_size / microbatches", "training.seq_len")[chunking.dim]
-        part = chunk_extent(name, extent, chunking.num_chunks)
-        parts = [_part_of(x, chunking.dim, extent, part) for x in batch]
-        small = trace_step(step, parts, source_lines=source_lines)
-
-        def chunk(gm: fx.GraphModule) -> list[str]:
-            mixing = chunk_graph(gm, small.gm, chunking, extent).cross_token
-            return [f"{node} sees the tokens of its chunk only" for node in mixing]
-
-        passes.append(Pass("chunk_graph", chunk, keeps_effects=False))
-    if config.compile.regional:
-
-        def compile_all(gm: fx.GraphModule) -> None:
-            compile_regions(gm)
-
-        passes.append(Pass("compile_regions", compile_all, keeps_effects=False))
-    reuse: list[Edge] = []  # of buffers, for the schedule
-    if get_backend(config.ep.backend).owns_buffers:
-
-        def assign(gm: fx.GraphModule) -> None:
-            reuse.extend(assign_buffers(gm))
-
-        # Behind all that replaces nodes, before all that moves them.
-        passes.append(Pass("assign_buffers", assign))
+    scheduler = "off"
     if arm.scheduled:
         scheduler = "policy" if config.overlap.scheduler == "off" else config.overlap.scheduler
-
-        def schedule(gm: fx.GraphModule) -> None:
-            schedule_graph(gm, scheduler=scheduler, extra=reuse)
-
-        passes.append(Pass("schedule", schedule))
-    return trace_step(step, batch, passes, source_lines=source_lines)
+    return trace_overlapped(
+        step,
+        batch,
+        chunking_of(config, at_least=2) if arm.chunked and arm.traced else None,
+        scheduler,
+        config.compile.regional,
+        source_lines,
+    )
 
 
 def reference_of(arm: str, arms: Sequence[str], config: Config) -> str | None:
@@ -249,10 +217,3 @@ def reference_of(arm: str, arms: Sequence[str], config: Config) -> str | None:
     if wanted is None or kind[0] == arm:
         return None
     return wanted if wanted in arms else kind[0]
-
-
-def _part_of(x: Tensor, dim: int, extent: int, part: int) -> Tensor:
-    """An example of a chunk's input; a trace reads shapes only."""
-    if x.dim() > dim and x.shape[dim] == extent:
-        return torch.empty_like(x.narrow(dim, 0, part))
-    return x

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,7 +21,7 @@ from torch import Tensor
 from interlace import ep
 from interlace.capture import random_state, set_random_state
 from interlace.ep.backend import get_backend
-from interlace.ep.signals import check_timeouts
+from interlace.ep.signals import check_timeouts, limit_waits
 from interlace.ep.windows import close_windows
 from interlace.model import build_model, cross_entropy_sum, init_weights
 from interlace.model.batch import IGNORED, PADDING, Batch
@@ -39,7 +39,7 @@ from interlace.train.norms import clip_factor, global_norm
 from interlace.train.optim import build_optimizer, learning_rate, set_learning_rate, update
 from interlace.train.state import Progress
 from interlace.train.stopping import StepRefused, StopRequest
-from interlace.train.world import World, gather
+from interlace.train.world import World, gather, timeout_seconds
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -98,6 +98,7 @@ class Outcome:
 def build_exchange(config: Config, world: World) -> ep.Exchange:
     """Registers this world's exchange group and describes it to the model."""
     group = ep.get_group("single")
+    limit_waits(timeout_seconds(config, world))
     if world.ep_size > 1:
         kind = "loopback" if world.loopback else "process"
         carrier = world.exchange_group or world.ep_group
@@ -256,8 +257,9 @@ def compute(engine: Engine, step: int) -> Outcome:
     loss, grads, counts = result.loss, result.grads, result.extra["counts"]
     balance, cut = result.extra.get("balance"), result.extra.get("cut")
     watch.enter("the sum of gradients over ranks", step)
-    local = health.look(_summed(engine, grads), loss)
-    _reduce(engine, grads, [x for x in (loss, counts, balance, cut) if x is not None])
+    local = health.look(summed(grads, engine.expert_names, world), loss)
+    totals = [x for x in (loss, counts, balance, cut) if x is not None]
+    sum_gradients_(grads, engine.expert_names, world, totals)
     norm = global_norm(
         grads, engine.expert_names, expert_group=world.ep_group, norm_type=o.norm_type
     )
@@ -399,28 +401,28 @@ def _pass_over(engine: Engine, text: str, step: int, *, may_stop: bool = False) 
         print(f"{text}; skipped", file=sys.stderr, flush=True)
 
 
-def _summed(engine: Engine, grads: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The gradients that :func:`_reduce` sums over ranks."""
-    if engine.world.size == 1:
+def summed(grads: dict[str, Tensor], experts: Set[str], world: World) -> dict[str, Tensor]:
+    """The gradients that :func:`sum_gradients_` sums over ranks."""
+    if world.size == 1:
         return {}
-    all_of_them = engine.world.num_replicas > 1
-    return {n: g for n, g in grads.items() if all_of_them or n not in engine.expert_names}
+    return {n: g for n, g in grads.items() if world.num_replicas > 1 or n not in experts}
 
 
-def _reduce(engine: Engine, grads: dict[str, Tensor], totals: list[Any]) -> None:
+def sum_gradients_(
+    grads: dict[str, Tensor], experts: Set[str], world: World, totals: Iterable[Tensor] = ()
+) -> None:
     """Sums dense gradients over all ranks, the experts' over those that hold the same ones.
 
-    In float32, whatever type they come in.
+    In float32, whatever type they come in; ``totals`` are summed over all ranks beside them.
     """
-    world = engine.world
     if world.size == 1:
         return
-    grads.update({n: g.float() for n, g in _summed(engine, grads).items()})
-    dense = [g for n, g in grads.items() if n not in engine.expert_names]
+    grads.update({n: g.float() for n, g in summed(grads, experts, world).items()})
+    dense = [g for n, g in grads.items() if n not in experts]
     sum_over_ranks([*dense, *totals], world, None)
     if world.num_replicas > 1:
-        experts = [g for n, g in grads.items() if n in engine.expert_names]
-        sum_over_ranks(experts, world, world.replica_group)
+        own = [g for n, g in grads.items() if n in experts]
+        sum_over_ranks(own, world, world.replica_group)
 
 
 def sum_over_ranks(tensors: Iterable[Tensor], world: World, group: Any) -> None:

@@ -47,20 +47,15 @@ def over_microbatches(run: Run, rows: int, adder: Adder | None = None) -> Run:
 
 
 def _widened(grads: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Sums to add to, each in memory of its own.
+    """Sums to add to, each in memory of its own, whatever a gradient is a view of.
 
     Takes the gradients out one by one: no more than one is there twice.
     """
-    sums: dict[str, Tensor] = {}
-    places: set[int] = set()
-    for name in list(grads):
-        one = grads.pop(name).float()
-        repeats = any(step == 0 for step, n in zip(one.stride(), one.shape, strict=True) if n > 1)
-        if repeats or (one.numel() and one.data_ptr() in places):  # two biases of one sum, say
-            one = one.clone(memory_format=torch.contiguous_format)
-        places.add(one.data_ptr())
-        sums[name] = one
-    return sums
+    form = torch.contiguous_format
+    return {
+        name: grads.pop(name).to(torch.float32, copy=True, memory_format=form)
+        for name in list(grads)
+    }
 
 
 def _joined(name: str, total: Tensor, other: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     """
     if not max_norm > 0:
         raise ValueError(
-            f"clip_factor: max_norm={max_norm} must be above 0; for no clipping leave the factor out."
+            f"clip_factor: max_norm={max_norm} must be above 0; leave it out for no clipping."
         )
     return (max_norm / norm).clamp(max=1.0)
 

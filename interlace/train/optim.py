@@ -97,7 +97,7 @@ def update(
     Raises: as :func:`complete`.
     """
     full = complete(named_parameters, grads)
-    if isinstance(optimizer, torch.optim.AdamW) and all(p.is_cuda for p, _ in full):
+    if _fits_kernel(optimizer, [p for p, _ in full]):
         fill_moments(optimizer)
         by_parameter = {id(p): g for p, g in full}
         for group in optimizer.param_groups:
@@ -126,20 +126,30 @@ def update(
     optimizer.zero_grad(set_to_none=True)
 
 
+def _fits_kernel(optimizer: Optimizer, parameters: list[Parameter]) -> bool:
+    """Whether our kernel computes what this optimizer's own step would."""
+    return (
+        type(optimizer) is torch.optim.AdamW
+        and not any(group["amsgrad"] or group["maximize"] for group in optimizer.param_groups)
+        and all(p.is_cuda and p.dtype == torch.float32 and p.is_contiguous() for p in parameters)
+    )
+
+
 def complete(
     named_parameters: Iterable[tuple[str, Parameter]], grads: Mapping[str, Tensor | None]
 ) -> list[tuple[Parameter, Tensor]]:
-    """Every parameter with its gradient; one without gets zeros.
+    """Every parameter that is trained with its gradient; one without gets zeros.
 
     An expert that saw no token must still decay and keep its moments in time, as it would where
     its neighbours on the same rank had tokens: else its state depends on the layout.
     Raises: ValueError for gradients of unknown parameters.
     """
-    parameters = dict(named_parameters)
+    parameters = {n: p for n, p in named_parameters if p.requires_grad}
     if unknown := sorted(set(grads) - set(parameters)):
         raise ValueError(
             f"update: gradients for {', '.join(unknown[:3])} ({len(unknown)} in all), "
-            f"but the model has no such parameter; use the names of named_parameters()."
+            f"but the model has no such parameter that is trained; use the names of "
+            f"named_parameters(), without frozen ones."
         )
     found = []
     for name, parameter in parameters.items():
