@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 
+from interlace import ep
 from interlace.ep.budget import MAX_CTAS, bounded
+from interlace.ep.signals import check_timeouts
 from interlace.measure.bench_arms import Ready, Workbench, open_workbench
 from interlace.measure.bench_figures import Line, figures_of
 from interlace.measure.bench_html import render
@@ -51,12 +53,15 @@ def bench(request: Request, world: World) -> bool:
     for note in _notes(request, world, left_out):
         console.line(f"note: {note}")
     run = functools.partial(_run, cells, left_out, request, world, console)
+    figures = None
     try:
         figures = run(warn_only=False)
     except RuntimeError as error:
         if "deterministic implementation" not in str(error):
             raise
         console.line(f"note: {str(error).splitlines()[0]} The arms run without that promise.")
+    if figures is None:  # not inside of the handler, whose traceback holds the first model
+        ep.reset()
         figures = run(warn_only=True)
     for line in lines(figures):
         console.line(line)
@@ -111,21 +116,22 @@ def _run(
     config, arms = request.settings[0].config, tuple(dict.fromkeys(cell.arm for cell in cells))
     with _deterministic(warn_only=warn_only):
         bench = open_workbench(config, world, arms, console.working, optimizer=request.optimizer)
-        ready = [bench.build(cell) for cell in cells]
-        # Rows that were not sent are whatever the memory held, perhaps NaN: no update with them.
-        has_ceiling = world.ep_size > 1 and not request.optimizer
-        ceilings = _ceilings(bench, cells) if has_ceiling else []
-        runs = [arm.run for arm in (*ready, *ceilings)]
-        with console.working(f"timing {len(runs)} lines"):
-            samples = take_turns(runs, request.rounds, world, console.line)
-        states: list[DeviceState] = [DeviceState()] * len(ready)
-        exposures: list[Exposure | None] = [None] * len(ready)
-        if world.device.type == "cuda":
-            with console.working("clocks and power"):
-                states = [watch_device(arm.run, world) for arm in ready]
-            with console.working("profiles"):
-                exposures = _profile(bench, ready, request.trace)
-        bench.close()
+        with contextlib.closing(bench):
+            ready = [bench.build(cell) for cell in cells]
+            # Rows that were not sent are whatever the memory held, perhaps NaN: no update then.
+            has_ceiling = world.ep_size > 1 and not request.optimizer
+            ceilings = _ceilings(bench, cells) if has_ceiling else []
+            runs = [arm.run for arm in (*ready, *ceilings)]
+            with console.working(f"timing {len(runs)} lines"):
+                samples = take_turns(runs, request.rounds, world, console.line)
+            check_timeouts()  # a rank that no longer waits is fast and wrong
+            states: list[DeviceState] = [DeviceState()] * len(ready)
+            exposures: list[Exposure | None] = [None] * len(ready)
+            if world.device.type == "cuda":
+                with console.working("clocks and power"):
+                    states = [watch_device(arm.run, world) for arm in ready]
+                with console.working("profiles"):
+                    exposures = _profile(bench, ready, request.trace)
     for arm, exposure in zip(ready, exposures, strict=True):
         for doubt in exposure.doubts if exposure else ():
             console.line(f"note: exposed time of {arm.cell.label} is not shown: {doubt}")

@@ -74,7 +74,7 @@ def figures_of(
 
 
 def changed_settings(config: Config) -> dict[str, Any]:
-    """By dotted name, what is set otherwise than in the preset of that name; all, if there is none."""
+    """What is set otherwise than in the preset of that name, by dotted name; all without one."""
     base = PRESETS.get(config.preset)
     before = {} if base is None else {setting.name: setting.value for setting in walk(base)}
     return {

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from interlace.model.transformer import MoETransformer
 from interlace.trace import StepResult
 from interlace.train.config import Config
-from interlace.train.engine import sum_over_ranks
+from interlace.train.engine import sum_gradients_
 from interlace.train.norms import clip_factor, global_norm
 from interlace.train.optim import build_optimizer, update
 from interlace.train.world import World
@@ -32,11 +32,8 @@ def build_update(
     )
 
     def apply(result: StepResult) -> None:
-        grads = result.grads
-        sum_over_ranks([g for n, g in grads.items() if n not in experts], world, None)
-        if world.num_replicas > 1:
-            own = [g for n, g in grads.items() if n in experts]
-            sum_over_ranks(own, world, world.replica_group)
+        grads = dict(result.grads)
+        sum_gradients_(grads, experts, world)
         norm = global_norm(grads, experts, expert_group=world.ep_group, norm_type=o.norm_type)
         factor = clip_factor(norm, o.max_norm) if o.max_norm else None
         update(optimizer, model.named_parameters(), grads, factor)
