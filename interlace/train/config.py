@@ -81,7 +81,7 @@ class EpConfig:
     """Where rows meet gradients of scores; reduce=rank has it at the expert (hybridep)."""
     overflow: Literal["error", "skip", "redo", "drop"] = "error"
     """A step whose rows did not fit: ends the run, is left out, is done again with more room, or
-    runs without those rows, which are counted; all ranks alike."""
+    runs without those rows (of a peer's highest experts), which are counted; all ranks alike."""
 
 
 @dataclass(frozen=True)
