@@ -25,7 +25,7 @@ from interlace.measure.bench_profile import (
 from interlace.train.config_read import load_config
 from interlace.train.world import init_world
 
-COPY, PUSH, AWAIT = "bounded_copy", "push_rows_kernel(Params)", "ep_signal"
+COPY, PUSH, AWAIT = "bounded_copy", "push_rows_kernel(Params)", "ep_signal_rows"
 FLAGS = [
     "dsv3-tiny",
     *("--ep.transport", "loopback", "--model.num_layers", "2", "--model.dim", "32"),
@@ -73,6 +73,7 @@ def test_figures_of_two_replays_are_those_of_one(tmp_path: Path) -> None:
     assert not found.doubts
     assert (found.exchange_ms, found.exposed_ms, found.compute_ms) == (0.042, 0.017, 0.090)
     assert found.hidden_share == pytest.approx(25 / 42, abs=1e-12)
+    assert found.num_kernels == len(_replay(1000, 1)) - 1  # all but the launch
     assert found.exposed_by_layer == {}
 
 

@@ -50,6 +50,7 @@ from interlace.kernels.slot_grad import slot_grad
 from interlace.kernels.slot_reduce import slot_reduce
 
 TARGET, TOKEN, PLACE, ORIGIN = range(4)
+PLAN_SIGNAL = "ep_signal_plan"
 
 
 def plan(
@@ -71,7 +72,7 @@ def plan(
     counts = open_windows(
         group, "minimal_async.counts", 1 if mirrored else size, num_experts + 2, torch.int32, device
     )
-    channel = open_signals(group, "minimal_async.counts", device)
+    channel = open_signals(group, "minimal_async.counts", device, PLAN_SIGNAL)
     ranked = rank_slots(ids_TK, num_experts)
     enter(channel)
     peers, addresses = (
@@ -89,7 +90,7 @@ def plan(
         slots_per_rank=slots_per_rank,
     )  # fmt: skip
     # The announcement of the counts has freed this window as well: one meeting is enough.
-    meet(open_signals(group, "minimal_async.origins", device))
+    meet(open_signals(group, "minimal_async.origins", device, PLAN_SIGNAL))
     origin_R = origins(arrived.mine[0], layout.live)
     meta = [target_N, token_N, place_N, origin_R]
     return layout.counts, layout.offsets, layout.live, layout.overflow, meta

@@ -54,12 +54,17 @@ def limit_waits(seconds: float) -> None:
 @dataclass(frozen=True)
 class Signals:
     """One channel.  Its window is (3, >= W) int64: flags ``ready`` and ``arrived`` by source rank,
-    then this rank's own epoch and error mark."""
+    then this rank's own epoch and error mark.
+
+    ``kernel`` names what is launched.  Plans run on another stream than rows, and a report tells
+    the kernels of one name apart by their order on one stream.
+    """
 
     windows: Windows
     key: str
     rank: int
     size: int  # ranks that take part: 1 in loopback, where no peer would answer
+    kernel: str = "ep_signal_rows"
 
     @property
     def state(self) -> Tensor:
@@ -67,12 +72,14 @@ class Signals:
         return self.windows.mine[STATE]
 
 
-def open_signals(group: Group, key: str, device: torch.device) -> Signals:
+def open_signals(
+    group: Group, key: str, device: torch.device, kernel: str = Signals.kernel
+) -> Signals:
     """The channel of that name; collective on first use, see :func:`open_windows`."""
     width = max(group.size + group.size % 2, 2)
     windows = open_windows(group, f"signals.{key}", 3, width, torch.int64, device)
     size = group.size if group.kind == "process" else 1
-    return Signals(windows, key, group.rank, size)
+    return Signals(windows, key, group.rank, size, kernel)
 
 
 def announce(signals: Signals) -> None:
@@ -222,7 +229,7 @@ __device__ void spin(const i64* flag, i64 epoch, i64* error, i64 mark, i64 timeo
     }
 }
 
-extern "C" __global__ void ep_signal(
+extern "C" __global__ void KERNEL(
     const i64* addresses, i64 rank, i64 size, i64 width, i64 steps, i64 timeout_ns)
 {
     i64 t = threadIdx.x;
@@ -247,7 +254,8 @@ extern "C" __global__ void ep_signal(
 
 def _launch(signals: Signals, steps: int) -> None:
     windows = signals.windows
-    kernel = cuda_kernel(_SOURCE, "ep_signal", windows.mine.device)
+    source = f"#define KERNEL {signals.kernel}\n{_SOURCE}"
+    kernel = cuda_kernel(source, signals.kernel, windows.mine.device)
     threads = -(-signals.size // 32) * 32
     timeout_ns = int(TIMEOUT_SECONDS["cuda"] * 1e9)
     kernel.launch(

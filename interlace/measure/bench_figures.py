@@ -136,7 +136,7 @@ def _alone(control: Line) -> float | None:
 
 def _exposed(exposure: Exposure | None) -> dict[str, Any]:
     """None where nothing was measured, or the profiler lost kernels."""
-    keys = ("exposed_ms", "hidden_share", "exchange_ms", "compute_ms")
+    keys = ("exposed_ms", "hidden_share", "exchange_ms", "compute_ms", "num_kernels")
     parts = ("exposed_by_kind", "exposed_by_layer")
     if exposure is None or exposure.doubts:
         return dict.fromkeys(keys) | {part: {} for part in parts}

@@ -40,6 +40,7 @@ class Exposure:
     doubts: tuple[str, ...] = ()  # why the figures cannot be relied on
     exposed_by_kind: dict[str, float] = field(default_factory=dict)
     exposed_by_layer: dict[str, float] = field(default_factory=dict)
+    num_kernels: float | None = None  # arms of one graph, reordered, have as many
 
     @property
     def hidden_share(self) -> float | None:
@@ -100,6 +101,7 @@ def exposure_of(path: Path, num_runs: int = NUM_REPLAYS, annotated: Path | None 
         doubts,
         exposed(figures["by_kind"]),
         exposed(figures["by_layer"]),
+        figures["kernels"] / num_runs,
     )
 
 
