@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import fx
@@ -13,6 +15,22 @@ from interlace.graph import Tag, set_tag
 
 aten, _ep = torch.ops.aten, torch.ops.ep
 MOE = "layers.0.moe"
+
+
+def calls_of(work: Callable[[], Any]) -> int:
+    """How many functions, Python's and C's, ``work`` calls: its cost, whatever else is running."""
+    count = 0
+
+    def counted(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(counted)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
 
 
 class Builder:
