@@ -11,10 +11,11 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from small_runs import small_world
 
 from interlace.train.arms import ARMS
 from interlace.train.config import Config
-from interlace.train.engine import Engine, apply, build_engine, compute
+from interlace.train.engine import Engine, apply, build_engine, compute, sum_gradients_
 from interlace.train.presets import PRESETS
 from interlace.train.world import World
 
@@ -153,3 +154,18 @@ def test_overflow_is_an_error_on_every_rank_before_any_update(two_ranks) -> None
     first, second = two_ranks.run(_drops_a_rank)
     assert first == second
     assert "ep.capacity_factor=0.25 has room for 24; no rank has changed a weight. Use " in first
+
+
+def _summed(rank: int, size: int) -> tuple[float, torch.dtype, torch.dtype]:
+    grads = {
+        "head": torch.tensor([1.0 if rank == 0 else 2.0**-9]).bfloat16(),
+        "expert": torch.ones(1).bfloat16(),
+    }
+    sum_gradients_(grads, {"expert"}, small_world(rank, size, degree=2))
+    return grads["head"].item(), grads["head"].dtype, grads["expert"].dtype
+
+
+def test_gradients_of_ranks_add_up_in_float32(two_ranks) -> None:
+    """In half precision the smaller one would be lost; what is not summed keeps its type."""
+    expected = (1 + 2.0**-9, torch.float32, torch.bfloat16)
+    assert two_ranks.run(_summed) == [expected, expected]
