@@ -8,14 +8,14 @@ the last row, so that every backend moves the rows that it asks for and no paddi
 
     wire     GB/s of the rows that leave the rank, as this backend sends them
     logical  GB/s of all T * K rows, whoever they are for
-    copy     GB/s on the wire of a bare copy with the same CTAs: of the rows that leave and, in
-             loopback, of those that stay; then the backend's time over the copy's
+    copy     GB/s of a bare copy with the same CTAs of the rows that leave in a flat exchange; then
+             the backend's time over that of this copy and an unbounded one of the rows that stay
 
 Kinds: ``dispatch``; ``combine``, a row a slot; ``reduce``, the combine of ``reduce="rank"`` where a
 backend has one: each rank sums its rows of a token, which is in the time, and sends one; ``plan``.
 
-In loopback 1 of W parts of the rows stays here and is copied at full speed; the others cross the
-bound.  Between processes NCCL has its own bound, so that ``alltoall`` has one line.  First all
+One of W parts of the rows stays here and is copied at full speed; the others cross the bound.
+Between processes NCCL has its own bound, so that ``alltoall`` has one line.  First all
 results are compared with those of ``alltoall``, bitwise, rank sums within their rounding.  Takes
 about a minute.
 """
@@ -169,8 +169,8 @@ class Bench:
         if ((sums.float() - expected[1].float()).abs() > bound).any():
             raise SystemExit(f"benchmarks/exchange.py: rank sums of {backend} are wrong.")
 
-    def copies(self, shape: Shape, ctas: int | None) -> tuple[float, float]:
-        """A bare copy of the flat exchange's bytes, bounded as an exchange would be."""
+    def copies(self, shape: Shape, ctas: int) -> tuple[float, float]:
+        """Microseconds of a bare copy of the flat exchange's bytes: those that leave, and all."""
         rows, away = shape.rows, shape.remote_rows
         source = torch.empty(rows, shape.hidden, dtype=torch.bfloat16, device=self.device)
         windows = open_windows(
@@ -178,15 +178,16 @@ class Bench:
         )
         peer = windows.peers[(self.group.rank + 1) % self.group.size]
 
-        def run(_: int) -> None:
-            if self.group.kind == "loopback" or ctas is None:
-                windows.mine[away:].copy_(source[away:])
-            if ctas is None:
-                peer[:away].copy_(source[:away])
-            else:
-                bounded_copy(peer[:away], source[:away], ctas)
+        def leave(_: int) -> None:
+            bounded_copy(peer[:away], source[:away], ctas)
 
-        return self.microseconds(run, self.repeats(shape))
+        def move(i: int) -> None:
+            windows.mine[away:].copy_(source[away:])
+            leave(i)
+
+        leaving, _ = self.microseconds(leave, self.repeats(shape))
+        moving, _ = self.microseconds(move, self.repeats(shape))
+        return leaving, moving
 
     def repeats(self, shape: Shape) -> int:
         return min(max(GRAPH_BYTES // (shape.rows * shape.row_bytes), 1), 20)
@@ -252,14 +253,14 @@ def run_all(bench: Bench, backends: list[str], args: argparse.Namespace) -> list
         for backend in backends:
             add(bench.plans(backend, shape))
         for ctas in args.ctas:
-            copy_us, _ = bench.copies(shape, ctas)
-            copy_gb_s = shape.remote_rows * shape.row_bytes / copy_us / 1e3
+            leaving_us, moving_us = bench.copies(shape, ctas)
+            copy_gb_s = shape.remote_rows * shape.row_bytes / leaving_us / 1e3
             for backend in backends:
                 nccl = backend == "alltoall" and bench.group.kind == "process"
                 if nccl and ctas != args.ctas[0]:
                     continue
                 for row in bench.exchanges(backend, shape, None if nccl else ctas):
-                    over = round(row.us / copy_us, 3)
+                    over = round(row.us / moving_us, 3)
                     add(Row(**{**asdict(row), "copy_gb_s": round(copy_gb_s, 1), "over_copy": over}))
         close_windows()
         torch.cuda.empty_cache()

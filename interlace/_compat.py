@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import inspect
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -243,6 +244,25 @@ def symmetric_memory(num_bytes: int, device: torch.device, group: Any) -> list[t
     return peers
 
 
+def share_handle(memory: torch.Tensor) -> Any:
+    """Something to pickle by which another process can map this CUDA memory (CUDA IPC)."""
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    return reduce_tensor(memory)
+
+
+def open_handle(handle: Any, device: torch.device) -> torch.Tensor:
+    """The memory of a handle, mapped for kernels of ``device``, whichever GPU it lies on.
+
+    Torch would map it for the device that it lies on, where kernels of another may not write.
+    """
+    rebuild, args = handle
+    named = inspect.signature(rebuild).bind(*args)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    named.arguments["storage_device"] = index
+    return rebuild(*named.args, **named.kwargs)
+
+
 # --- a kernel that only takes time, for tests of what runs beside it.  No public call does that.
 
 
@@ -250,3 +270,44 @@ def gpu_sleep(milliseconds: float, device: torch.device) -> None:
     """Keeps the current stream of a device busy for about so long; does not block the host."""
     with torch.cuda.device(device):
         torch.cuda._sleep(int(milliseconds * 1.7e6))  # cycles at 1.7 GHz
+
+
+# --- random numbers while a step is traced.  Tested on 2.13; the calls are the same in 2.11.
+
+
+def call_draws(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call draws from a random generator: attention without dropout does not, although
+    its operator is tagged as random."""
+    if not op_is_random(target):
+        return False
+    for i, arg in enumerate(target._schema.arguments):
+        if arg.name == "dropout_p":
+            given = args[i] if i < len(args) else kwargs.get(arg.name, arg.default_value)
+            return given != 0.0
+    return True
+
+
+@contextlib.contextmanager
+def watched_calls(
+    watch: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None],
+) -> Iterator[None]:
+    """Calls ``watch(operator, args, kwargs)`` before every operator that runs below autograd.
+
+    Where fake tensors are on, a clone of a real one stays real: torch 2.11 clones the state of a
+    GPU's generator before it sets it.  No public module has dispatch modes.
+    """
+    from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+    class Watch(TorchDispatchMode):
+        supports_higher_order_operators = True
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        ) -> Any:
+            watch(func, args, kwargs or {})
+            clones_real = func is torch.ops.aten.clone.default and not is_fake(args[0])
+            with _disable_current_modes() if clones_real else contextlib.nullcontext():
+                return func(*args, **(kwargs or {}))
+
+    with Watch():
+        yield

@@ -356,7 +356,8 @@ def check_replays(preset: str, arm: str, steps: int) -> None:
             assert torch.equal(mine.counts_LE, theirs.counts_LE), step
             for name, grad in theirs.grads.items():
                 assert torch.equal(mine.grads[name], grad), (step, name)
-            mine, theirs = (compute(engine, step) for engine in pair)  # and a replay of the same
+            if step % 4 == 0:  # and a replay of the same
+                mine, theirs = (compute(engine, step) for engine in pair)
             for outcome, engine in zip((mine, theirs), pair, strict=True):
                 assert apply(engine, outcome, step) is not None
             del mine, theirs, outcome, grad

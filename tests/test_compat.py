@@ -112,6 +112,35 @@ def test_gpu_sleep_holds_up_its_stream() -> None:
     assert 15 < start.elapsed_time(end) < 90
 
 
+def _handles(rank: int, size: int, device_of_rank: list[int]) -> list[int]:
+    import torch.distributed as dist
+
+    device = torch.device("cuda", device_of_rank[rank])
+    torch.cuda.set_device(device)
+    mine = torch.zeros(4, dtype=torch.uint8, device=device)
+    torch.cuda.synchronize()
+    handles = [None] * size
+    dist.all_gather_object(handles, _compat.share_handle(mine))
+    theirs = _compat.open_handle(handles[1 - rank], device)
+    assert theirs.device == device
+    theirs[rank] += 10 + rank  # a kernel of this rank's GPU
+    torch.cuda.synchronize()
+    dist.barrier()
+    found = mine.tolist()
+    dist.barrier()
+    return found
+
+
+@pytest.mark.gpu
+def test_handles_of_one_gpu(two_ranks) -> None:
+    assert two_ranks.run(_handles, [0, 0]) == [[0, 11, 0, 0], [10, 0, 0, 0]]
+
+
+@pytest.mark.multi_gpu
+def test_handles_of_two_gpus(two_ranks) -> None:
+    assert two_ranks.run(_handles, [0, 1]) == [[0, 11, 0, 0], [10, 0, 0, 0]]
+
+
 def _symmetric(rank: int, size: int) -> list[list[int]]:
     import torch.distributed as dist
 

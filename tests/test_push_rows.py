@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+from cuda_sources import nvrtc_found, usage_of
 from torch import Tensor
 
 from interlace.ep.transport import Group
 from interlace.ep.windows import Windows, close_windows, open_windows
 from interlace.kernels import cuda_source
 from interlace.kernels import push_rows as module
-from interlace.kernels.cuda_source import compile_source
 from interlace.kernels.push_rows import push_rows, source_of, spread_of, unit_bytes
 
 WIDTHS = [1, 3, 8, 13, 64, 2049]
@@ -33,7 +31,6 @@ def _windows(num_ranks: int, rows: int, width: int, dtype: torch.dtype, device: 
         tuple(p.mine for p in parts),
         torch.cat([p.addresses for p in parts]),
         rank=0,
-        mirrored=num_ranks == 3,
     )
 
 
@@ -139,30 +136,14 @@ def test_spread_visits_every_row_once(num_rows: int) -> None:
     assert sorted(i * step % num_rows for i in range(num_rows)) == list(range(num_rows))
 
 
-def _nvrtc_found() -> bool:
-    try:
-        cuda_source._nvrtc()
-    except RuntimeError:
-        return False
-    return True
-
-
-@pytest.mark.skipif(not _nvrtc_found(), reason="needs NVRTC, which CUDA builds of torch bring")
+@pytest.mark.skipif(not nvrtc_found(), reason="needs NVRTC, which CUDA builds of torch bring")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_source_compiles_without_spills(arch: str, tmp_path: Path) -> None:
     """For every unit and type; four loads before their stores; registers for 512 threads."""
-    import triton
-
-    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     for unit, element in ((16, 0), (16, 1), (16, 2), (16, 3), (8, 2), (4, 1), (2, 2), (2, 0)):
-        image = tmp_path / "push.cubin"
-        image.write_bytes(compile_source(source_of(unit, element), "push_rows", arch))
-        done = subprocess.run(
-            [tools / "cuobjdump", "-res-usage", image], capture_output=True, text=True, timeout=60
-        )
-        usage = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", done.stdout + done.stderr))
-        assert int(usage["REG"]) <= 64
-        assert usage["STACK"] == usage["LOCAL"] == "0"
+        usage = usage_of(source_of(unit, element), "push_rows", arch, tmp_path)
+        assert usage["REG"] <= 64
+        assert usage["STACK"] == usage["LOCAL"] == 0
 
 
 def test_bad_arguments_are_named() -> None:
@@ -181,5 +162,6 @@ def test_bad_arguments_are_named() -> None:
 
 @pytest.mark.gpu
 def test_an_error_of_the_compiler_is_shown() -> None:
+    nonsense = 'extern "C" __global__ void nonsense() { x = 1; }'
     with pytest.raises(RuntimeError, match=r"nonsense: NVRTC failed with error \d+:(.|\n)*identif"):
-        compile_source('extern "C" __global__ void nonsense() { x = 1; }', "nonsense", "sm_90")
+        cuda_source.compile_source(nonsense, "nonsense", "sm_90")

@@ -198,18 +198,11 @@ def _exchange(
 
         return result, pending.start(finish, sent)
 
-    # All memory comes from the compute stream, whose later kernels come after the wait's event:
-    # nothing needs record_stream, the table holds the references until then.
-    stream = pending.exchange_stream(sent.device)
-    stream.wait_stream(torch.cuda.current_stream(sent.device))
-    with torch.cuda.stream(stream):
+    def run() -> None:
         all_to_all(received, sent, group, out_splits, in_splits)()
         unpack()
-        done = torch.cuda.Event()
-        done.record(stream)
-    token = pending.start(
-        lambda: torch.cuda.current_stream(sent.device).wait_event(done), sent, received, order
-    )
+
+    token = pending.launch(sent.device, run, sent, received, order)
     return result, token
 
 

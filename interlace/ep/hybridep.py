@@ -281,18 +281,7 @@ def _exchange(
     if not result.is_cuda:
         run()
         return pending.start(_nothing)
-    # What belongs to the compute stream lives until the wait, in the table; what this stream makes
-    # for itself comes from its own memory, which it uses again in its own order.
-    stream = pending.exchange_stream(result.device)
-    stream.wait_stream(torch.cuda.current_stream(result.device))
-    with torch.cuda.stream(stream):
-        posts = run()
-        done = torch.cuda.Event()
-        done.record(stream)
-    device = result.device
-    return pending.start(
-        lambda: torch.cuda.current_stream(device).wait_event(done), result, posts, operands
-    )
+    return pending.launch(result.device, run, result, operands)
 
 
 def _nothing() -> None:

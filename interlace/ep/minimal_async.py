@@ -188,20 +188,12 @@ def _launch(
     if not source.is_cuda:
         return result, _start_on_cpu(channel, send, receive, in_place=in_place)
 
-    # All memory comes from the compute stream, whose later kernels come after the wait's event:
-    # nothing needs record_stream, the table holds the references until then.
-    stream = pending.exchange_stream(source.device)
-    stream.wait_stream(torch.cuda.current_stream(source.device))
-    with torch.cuda.stream(stream):
+    def run() -> None:
         send()
         deliver(channel)
         receive()
-        done = torch.cuda.Event()
-        done.record(stream)
-    token = pending.start(
-        lambda: torch.cuda.current_stream(source.device).wait_event(done), source, keep_alive
-    )
-    return result, token
+
+    return result, pending.launch(source.device, run, source, keep_alive)
 
 
 def _start_on_cpu(

@@ -41,6 +41,23 @@ def start(finish: Callable[[], None], *keep_alive: Any) -> Tensor:
     return torch.tensor([token])
 
 
+def launch(device: torch.device, run: Callable[[], Any], *keep_alive: Any) -> Tensor:
+    """Runs ``run`` on the exchange stream, after all that the compute stream holds so far.
+
+    Returns the token; its wait holds back the compute stream, not the host.  Memory of the compute
+    stream is safe without ``record_stream``: the table holds it, and what ``run`` returned, until
+    the wait, and kernels that may get it afterwards come behind the wait's event.  What ``run``
+    allocates belongs to the exchange stream, which uses it again in its own order.
+    """
+    stream = exchange_stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        made = run()
+        done = torch.cuda.Event()
+        done.record(stream)
+    return start(lambda: torch.cuda.current_stream(device).wait_event(done), made, *keep_alive)
+
+
 def finish(token: Tensor) -> None:
     """Completes an exchange once; RuntimeError for a token that is not in flight."""
     pending = _table.pop(int(token), None)

@@ -41,14 +41,12 @@ class Windows:
 
     Shapes: mine and each of peers (rows, width), rows 16-byte aligned; ``peers[rank]`` is ``mine``;
             addresses (W,) int64 on the device: where each rank's buffer starts in this process.
-    ``mirrored``: all peers are this rank's own buffer (loopback).
     """
 
     mine: Tensor
     peers: tuple[Tensor, ...]
     addresses: Tensor
     rank: int
-    mirrored: bool = False
 
 
 _open: dict[_Key, Windows] = {}
@@ -131,7 +129,7 @@ def _map(
             "tracing and planning. Use loopback or start the processes."
         )
     addresses = torch.tensor([p.data_ptr() for p in peers], dtype=torch.int64).to(device)
-    return Windows(mine, peers, addresses, group.rank, mirrored=group.kind == "loopback")
+    return Windows(mine, peers, addresses, group.rank)
 
 
 def _gather(group: Group, value: Any) -> list[Any]:
@@ -154,8 +152,6 @@ def _agree(group: Group, key: str, mine: tuple[Any, ...]) -> None:
 
 def _share(group: Group, num_bytes: int, device: torch.device) -> list[Tensor]:
     """The memory of every rank as bytes, in rank order, zeroed."""
-    from torch.multiprocessing.reductions import reduce_tensor
-
     if device.type == "cpu":
         return _share_file(group, num_bytes)
     if group.name not in _mapping:
@@ -168,10 +164,10 @@ def _share(group: Group, num_bytes: int, device: torch.device) -> list[Tensor]:
     else:
         mine = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         torch.cuda.synchronize(device)
-        # What the queues of torch.multiprocessing send: a function and its arguments.
-        handles = _gather(group, reduce_tensor(mine))
+        handles = _gather(group, _compat.share_handle(mine))
         memory = [
-            mine if r == group.rank else rebuild(*args) for r, (rebuild, args) in enumerate(handles)
+            mine if r == group.rank else _compat.open_handle(handle, device)
+            for r, handle in enumerate(handles)
         ]
     torch.cuda.synchronize(device)  # zeroed before any peer may write
     _gather(group, None)

@@ -39,8 +39,6 @@ class Windows(Protocol):
     def addresses(self) -> Tensor: ...
     @property
     def rank(self) -> int: ...
-    @property
-    def mirrored(self) -> bool: ...
 
 
 def push_rows_ref(
@@ -76,8 +74,8 @@ def push_rows(
               (M,) int64 in [0, W * rows_per_rank), negative where a row goes nowhere; scale (M,)
               float32.  No two rows have one target.  Indices are not checked on CUDA.
     Units:    moves 2 * M * H * itemsize bytes.  ``max_ctas``: N CTAs, each with an SM to itself,
-              carry the rows; None is about 32 without that claim.  What does not leave this GPU
-              for sure is not bounded: all rows of a single rank, in loopback those for rank 0.
+              carry the rows to other ranks; None is about 32 without that claim, for all rows.
+              Rows that stay in this GPU are not bounded; in loopback those for rank 0.
     Numerics: without a scale bit-exact; with one, one float32 product, rounded once.
     Sync:     none; safe under capture once it ran before.  Peers see the rows after a ``publish``.
     Raises:   ValueError for shapes, types or devices that do not fit.
@@ -95,11 +93,9 @@ def push_rows(
         _launch(*args, num_ctas=SELF_CTAS, claim_bytes=0, which=ALL)
     elif max_ctas is None:
         _launch(*args, num_ctas=DEFAULT_CTAS, claim_bytes=0, which=ALL)
-    elif windows.mirrored:
+    else:
         _launch(*args, num_ctas=SELF_CTAS, claim_bytes=0, which=SELF)
         _launch(*args, num_ctas=max_ctas, claim_bytes=CLAIM_BYTES, which=REMOTE)
-    else:
-        _launch(*args, num_ctas=max_ctas, claim_bytes=CLAIM_BYTES, which=ALL)
 
 
 # UNIT bytes are moved at a time: 16, or less where rows do not start or end at such multiples.
@@ -149,6 +145,8 @@ __device__ Unit scaled(Unit unit, float scale) {
     return unit;
 }
 
+struct Row { const char* from; char* to; float factor; };  // to is 0: goes nowhere
+
 extern "C" __global__ void __launch_bounds__(512) push_rows(
     const char* source, i64 source_stride, const i64* take, const i64* target, const float* scale,
     const i64* addresses, i64 num_rows, i64 spread, i64 batch, i64 row_units, i64 rows_per_rank,
@@ -158,22 +156,24 @@ extern "C" __global__ void __launch_bounds__(512) push_rows(
     int lane = threadIdx.x & 31;
     i64 warp = (i64)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     i64 step = (i64)gridDim.x * (blockDim.x / 32) * batch;
+    auto row_at = [&](i64 i) {
+        Row row = {0, 0, 1.0f};
+        if (lane >= batch || i >= num_rows) return row;
+        i64 m = i * spread % num_rows;
+        i64 t = target[m];
+        i64 rank = t < 0 ? -1 : t / rows_per_rank;
+        if (rank < 0 || (which != 0 && (which == 1) != (rank == self))) return row;
+        row.from = source + (take ? take[m] : m) * source_stride;
+        row.to = (char*)addresses[rank] + (t - rank * rows_per_rank) * window_stride;
+        if (scale) row.factor = scale[m];
+        return row;
+    };
+    Row next = row_at(warp * batch + lane);
     for (i64 first = warp * batch; first < num_rows; first += step) {
-        const char* from = 0;
-        char* to = 0;
-        float factor = 1.0f;
-        i64 i = first + lane;
-        if (lane < batch && i < num_rows) {
-            i64 m = i * spread % num_rows;
-            i64 t = target[m];
-            i64 rank = t < 0 ? -1 : t / rows_per_rank;
-            bool wanted = which == 0 || (which == 1) == (rank == self);
-            if (rank >= 0 && wanted) {
-                from = source + (take ? take[m] : m) * source_stride;
-                to = (char*)addresses[rank] + (t - rank * rows_per_rank) * window_stride;
-                if (scale) factor = scale[m];
-            }
-        }
+        const char* from = next.from;
+        char* to = next.to;
+        float factor = next.factor;
+        next = row_at(first + step + lane);  // on its way while this batch moves
         if (row_units == 1) {  // a row is a number: a lane carries one by itself
             if (to) *(Unit*)to = scaled(*(const Unit*)from, factor);
             continue;

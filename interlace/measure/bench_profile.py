@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from interlace.graph.comm import comm_of, is_collective
+from interlace.graph.comm import comm_of
 from interlace.graph.tag import tag_of
 from interlace.measure.report import build_report
 from interlace.trace import Step, Traced
@@ -119,8 +119,8 @@ def range_name(node: fx.Node) -> str:
     words = [tag.layer or "step", tag.phase]
     if spec := comm_of(node):
         words.append(spec.name)
-    elif is_collective(node):
-        words.append("all_to_all")
+    elif str(node.target) == "ep.plan.default":
+        words.append("ep plan")
     if tag.chunk is not None:
         words.append(f"part {tag.chunk}")
     return " ".join(words)

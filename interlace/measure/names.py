@@ -12,6 +12,7 @@ import re
 KINDS = {
     "ep_dispatch": "EP dispatch",
     "ep_combine": "EP combine",
+    "ep_plan": "EP plan: counts and places",
     "ep": "EP exchange, direction unknown",
     "page": "page stash and reload",
     "p2p": "send and receive",
@@ -28,6 +29,7 @@ _COMMUNICATION = re.compile(
     re.IGNORECASE,
 )
 _DIRECTED = (
+    ("ep_plan", re.compile(r"ep_signal_plan|(?<![a-z])ep plan(?![a-z])", re.I)),
     ("page", re.compile(r"page_?(stash|reload)|paged_?stash|(stash|reload)_?pages?\b", re.I)),
     ("ep_dispatch", re.compile(r"dispatch", re.I)),
     ("ep_combine", re.compile(r"combine", re.I)),
@@ -79,7 +81,7 @@ def own_pattern(patterns: list[str]) -> re.Pattern[str] | None:
 
 
 def directed_kind(text: str) -> str:
-    """Dispatch, combine or page, or nothing."""
+    """Plan, dispatch, combine or page, or nothing."""
     return _first(_DIRECTED, text)
 
 
@@ -105,8 +107,9 @@ def kind_of(name: str, near: str, around: str, collective: str, about: str) -> s
     """Kind of one communication kernel.
 
     name: of the kernel; near: general kind of the innermost annotation that has one; around: the
-    same for dispatch, combine and page; collective and about: what NCCL said of the collective and
-    of its group.  NCCL runs an all-to-all as sends and receives, so that name alone is weak.
+    same for plan, dispatch, combine and page; collective and about: what NCCL said of the
+    collective and of its group.  NCCL runs an all-to-all as sends and receives, so that name alone
+    is weak.
     """
     if directed := directed_kind(name):
         return directed

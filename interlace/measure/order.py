@@ -4,7 +4,8 @@ A replay is one launch, so annotations around it say nothing of its kernels.  Th
 traced uncaptured runs the same kernels in the same order: the n-th kernel of a name in a replay is
 the n-th of that name in such a step.  This is claimed only where the name occurs equally often in
 both, and on one stream in the step: its kernels were captured as a chain, so their order is fixed.
-A replay may spread such a chain over streams of its own choice, but no two of it ever overlap.
+A replay may spread such a chain over streams of its own choice, but no two of it ever overlap, or
+only by what time stamps are off.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from __future__ import annotations
 import numpy as np
 
 from interlace.measure.complete import graph_rows
-from interlace.measure.intervals import Ticks
+from interlace.measure.intervals import TICKS_PER_US, Ticks
 from interlace.measure.labels import Labels
 from interlace.measure.trace import Trace
+
+_JITTER = 2 * TICKS_PER_US  # seen: a kernel that waits for another starts up to 1 us before its end
 
 
 def label_replays(traced: list[tuple[Trace, Labels]]) -> None:
@@ -65,7 +68,8 @@ def _by_name(trace: Trace, rows: Ticks, *, replayed: bool = False) -> dict[str, 
     for code in np.unique(trace.name[rows]):
         mine = rows[trace.name[rows] == code]
         mine = mine[np.argsort(trace.start[mine], kind="stable")]
-        chained = replayed and bool((trace.start[mine][1:] >= trace.end[mine][:-1]).all())
+        overlap = trace.end[mine][:-1] - trace.start[mine][1:]
+        chained = replayed and bool((overlap <= _JITTER).all())
         if chained or len(np.unique(trace.place[mine])) == 1:
             found[trace.names[code]] = mine
     return found
