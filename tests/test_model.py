@@ -381,11 +381,21 @@ def test_initial_weights_have_the_documented_spread() -> None:
             assert torch.equal(weight, torch.ones_like(weight)), name
             continue
         is_residual = name.endswith(("attention.out.weight", ".w2.weight", ".w2"))
-        expected = residual if is_residual else 0.02
+        expected = residual if is_residual else 1.0 if name == "embedding.weight" else 0.02
         assert weight.std().item() == pytest.approx(expected, rel=0.05), name
     w13 = model.layers[1].moe.experts.w13
     assert not torch.equal(w13[0], w13[1])
     assert not torch.equal(w13, model.layers[2].moe.experts.w13)
+
+
+def test_routers_tell_tokens_apart_at_the_start() -> None:
+    """Random tokens: the busiest of 64 experts gets 3 times its share, not all tokens (8 times)."""
+    config = replace(MODELS["qwen3-tiny"], dim=512, num_experts=64, top_k=8, num_layers=3)
+    model = build_model(config, SINGLE)
+    init_weights(model, 0, SINGLE)
+    tokens = torch.randint(config.vocab_size, (1, 512), generator=torch.Generator().manual_seed(0))
+    counts_LE = model(tokens, torch.arange(512)[None], torch.tensor([[0, 512]]).int())[1].counts_LE.double()
+    assert (counts_LE.amax(-1) / counts_LE.mean(-1)).max() < 3
 
 
 def test_initial_weights_follow_the_seed_and_not_the_global_generator() -> None:

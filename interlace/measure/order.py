@@ -17,7 +17,7 @@ from interlace.measure.intervals import TICKS_PER_US, Ticks
 from interlace.measure.labels import Labels
 from interlace.measure.trace import Trace
 
-_JITTER = 2 * TICKS_PER_US  # seen: a kernel that waits for another starts up to 1 us before its end
+_JITTER = 2 * TICKS_PER_US  # seen: up to 0.3 us between kernels of one chain
 
 
 def label_replays(traced: list[tuple[Trace, Labels]]) -> None:

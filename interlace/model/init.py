@@ -15,6 +15,9 @@ from interlace.ep import Exchange
 from interlace.model.transformer import MoETransformer, is_expert_parameter
 
 STD = 0.02
+# What attention adds is nearly the same for every token of a text.  Smaller embeddings drown in it,
+# and routers then send all tokens to the same experts from the first step on.
+EMBEDDING_STD = 1.0
 # Projections into the residual stream, of which every layer adds two.
 _RESIDUAL = ("attention.out.weight", "w2.weight", "experts.w2")
 
@@ -23,8 +26,8 @@ _RESIDUAL = ("attention.out.weight", "w2.weight", "experts.w2")
 def init_weights(model: MoETransformer, seed: int, exchange: Exchange) -> None:
     """Fills every parameter and buffer of a model that has memory.
 
-    Normal with deviation 0.02; projections into the residual stream have it divided by
-    sqrt(2 * layers); norms are 1 and the expert bias is 0.
+    Normal with deviation 0.02, embeddings 1; projections into the residual stream have 0.02 divided
+    by sqrt(2 * layers); norms are 1 and the expert bias is 0.
     Raises: ValueError for a parameter on the meta device.
     """
     residual_std = STD * (2 * model.config.num_layers) ** -0.5
@@ -34,7 +37,8 @@ def init_weights(model: MoETransformer, seed: int, exchange: Exchange) -> None:
                 f"init_weights: {name} is on the meta device and has no memory; call "
                 "model.to_empty(device=...) first, or build the model on a real device."
             )
-        std = residual_std if name.endswith(_RESIDUAL) else STD
+        std = EMBEDDING_STD if name == "embedding.weight" else STD
+        std = residual_std if name.endswith(_RESIDUAL) else std
         if name.endswith("norm.weight"):
             weight.fill_(1.0)
         elif is_expert_parameter(name):
