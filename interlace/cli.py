@@ -266,10 +266,12 @@ def _bench(argv: list[str]) -> int:
         read_settings,
     )
 
+    settings, refused = read_settings(rest, options.sweep, size)
     request = Request(
         *read_arms(options.arms),
         read_budgets(options.budgets),
-        read_settings(rest, options.sweep, size),
+        settings,
+        refused=refused,
         rounds=options.rounds,
         min_gain=options.min_gain,
         optimizer=options.optimizer,

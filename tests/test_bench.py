@@ -26,8 +26,8 @@ LOOPBACK = ["qwen3-tiny", "--ep.transport", "loopback"]
 
 
 def request(*sweeps: str, arms: str | None = None, flags: tuple[str, ...] = ()) -> Request:
-    settings = read_settings([*LOOPBACK, *flags], sweeps, 1)
-    return Request(*read_arms(arms), (), settings)
+    settings, refused = read_settings([*LOOPBACK, *flags], sweeps, 1)
+    return Request(*read_arms(arms), (), settings, refused=refused)
 
 
 def row(arm: str, ms: float, around: float = 0.0, **more: Any) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def test_budgets() -> None:
 
 
 def test_a_sweep_is_the_product_of_its_values_with_their_types() -> None:
-    settings = read_settings(
+    settings, refused = read_settings(
         LOOPBACK, ["overlap.chunks=1,2,4", "ep.padded=true,false"], world_size=1
     )
     assert [s.values for s in settings] == [
@@ -76,9 +76,10 @@ def test_a_sweep_is_the_product_of_its_values_with_their_types() -> None:
     ]
     assert [s.config.overlap.chunks for s in settings] == [1, 1, 2, 2, 4, 4]
     assert settings[0].config.ep.padded
-    roots = read_settings(LOOPBACK, ["overlap.chunk_root=layers.*,layers.*.moe"], 1)
+    assert refused == ()
+    roots, _ = read_settings(LOOPBACK, ["overlap.chunk_root=layers.*,layers.*.moe"], 1)
     assert [s.config.overlap.chunk_root for s in roots] == ["layers.*", "layers.*.moe"]
-    factors = read_settings([*LOOPBACK, "--ep.padded"], ["--ep.capacity-factor=1,1.25"], 1)
+    factors, _ = read_settings([*LOOPBACK, "--ep.padded"], ["--ep.capacity-factor=1,1.25"], 1)
     assert [dict(s.values)["ep.capacity_factor"] for s in factors] == [1.0, 1.25]
 
 
@@ -97,6 +98,24 @@ def test_a_sweep_is_the_product_of_its_values_with_their_types() -> None:
 def test_what_cannot_be_swept_is_one_clear_error(sweep: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_settings(LOOPBACK, [sweep], 1)
+
+
+def test_combinations_that_are_not_legal_are_left_out_with_the_reason() -> None:
+    asked = request(
+        "ep.backend=alltoall,hybridep", "ep.reduce=slot,rank", arms="control",
+        flags=("--ep.padded",),
+    )  # fmt: skip
+    found, left_out = plan_cells(asked, [8], "cuda", "nccl")
+    assert [dict(cell.values) for cell in found] == [
+        {"ep.backend": backend, "ep.reduce": reduce}
+        for backend, reduce in (("alltoall", "slot"), ("hybridep", "slot"), ("hybridep", "rank"))
+    ]
+    assert [(x.arm, dict(x.values)) for x in left_out] == [
+        ("every arm", {"ep.backend": "alltoall", "ep.reduce": "rank"})
+    ]
+    assert "ep.reduce=rank needs ep.backend=hybridep" in left_out[0].reason
+    with pytest.raises(ValueError, match=r"no combination is legal: ep.reduce=rank needs"):
+        request("ep.backend=alltoall,minimal_async", "ep.reduce=rank", flags=("--ep.padded",))
 
 
 def test_a_setting_swept_twice_is_refused() -> None:

@@ -57,7 +57,7 @@ def plan_cells(
     Raises: ValueError for an arm that was asked for by name and cannot run here.
     """
     cells: dict[Cell, None] = {}
-    left_out: dict[LeftOut, None] = {}
+    left_out = {LeftOut("every arm", values, why): None for values, why in request.refused}
     arms = [ARMS[name] for name in ARMS if name in request.arms or name == CONTROL]
     for arm in arms:
         for setting in request.settings:

@@ -32,7 +32,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class Request:
-    """``optional``: arms that cannot run here are left out with their reason; else an error."""
+    """``optional``: arms that cannot run here are left out with their reason; else an error.
+
+    ``refused``: combinations of swept values that are not legal, with the reason.
+    """
 
     arms: tuple[str, ...]
     optional: bool
@@ -44,6 +47,7 @@ class Request:
     json: Path | None = None
     html: Path | None = None
     trace: Path | None = None
+    refused: tuple[tuple[Values, str], ...] = ()
 
 
 def read_arms(text: str | None) -> tuple[tuple[str, ...], bool]:
@@ -78,9 +82,12 @@ def read_budgets(text: str | None) -> tuple[int, ...]:
     return tuple(dict.fromkeys(map(int, parts)))
 
 
-def read_settings(rest: list[str], sweeps: Sequence[str], world_size: int) -> tuple[Setting, ...]:
+def read_settings(
+    rest: list[str], sweeps: Sequence[str], world_size: int
+) -> tuple[tuple[Setting, ...], tuple[tuple[Values, str], ...]]:
     """Every combination of ``NAME=VALUE,VALUE...`` over the settings of the command line.
 
+    Returns the legal ones and, where several settings are swept, those that are not, with why.
     Raises: ValueError for a name that cannot be swept in one run, or a value that is not legal.
     """
     base = load_config(rest)
@@ -88,14 +95,22 @@ def read_settings(rest: list[str], sweeps: Sequence[str], world_size: int) -> tu
     names = [name for name, _ in axes]
     if repeated := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"--sweep {repeated} is given twice; join its values by commas.")
-    found = []
+    found, refused = [], []
     for texts in itertools.product(*(values for _, values in axes)):
         flags = [flag for n, text in zip(names, texts, strict=True) for flag in _flags(n, text)]
-        config = load_config([*rest, *flags])
-        check(config, world_size)
+        try:
+            config = load_config([*rest, *flags])
+            check(config, world_size)
+        except ValueError as error:
+            if len(axes) < 2:
+                raise
+            refused.append((tuple(zip(names, texts, strict=True)), str(error).rstrip(".")))
+            continue
         got = {setting.name: setting.value for setting in walk(config)}
         found.append(Setting(tuple((name, got[name]) for name in names), config))
-    return tuple(found)
+    if not found:
+        raise ValueError(f"--sweep: no combination is legal: {refused[0][1]}.")
+    return tuple(found), tuple(refused)
 
 
 def _read_sweep(sweep: str, base: Config) -> tuple[str, list[str]]:
