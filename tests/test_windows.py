@@ -6,6 +6,7 @@ import errno
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -190,6 +191,7 @@ def test_alone_nobody_is_waited_for() -> None:
     signals.deliver(channel)
     signals.meet(channel)
     assert channel.state.tolist() == [3, 0, 0, 0]
+    assert signals.open_signals(LOOPBACK, "y", CPU).halted.data_ptr() == channel.halted.data_ptr()
     signals.check_timeouts()
 
 
@@ -277,25 +279,26 @@ def test_epochs_go_on_over_replays() -> None:
 
 @pytest.mark.gpu
 def test_a_kernel_gives_up_and_says_so(monkeypatch) -> None:
-    """Two ranks of which one is missing; the second wait returns at once."""
+    """Two ranks of which one is missing; all later waits return at once, on other channels too."""
     device = torch.device("cuda", torch.cuda.current_device())
-    alone = signals.open_signals(Group("single", 1, 0, "single"), "x", device)
-    twice = windows.Windows(
-        alone.windows.mine,
-        alone.windows.peers * 2,
-        alone.windows.addresses.repeat(2),
-        rank=0,
-    )
-    channel = signals.Signals(twice, "x", 0, 2)
+
+    def of_two(key: str) -> signals.Signals:
+        alone = signals.open_signals(Group("single", 1, 0, "single"), key, device)
+        mine, peers, addresses = (getattr(alone.windows, n) for n in ("mine", "peers", "addresses"))
+        twice = windows.Windows(mine, peers * 2, addresses.repeat(2), rank=0)
+        return replace(alone, windows=twice, size=2)
+
+    channel, other = of_two("x"), of_two("y")
     monkeypatch.setitem(signals.TIMEOUT_SECONDS, "cuda", 0.05)
     start = time.monotonic()
     for _ in range(20):
         signals.enter(channel)
-        signals.deliver(channel)
+        signals.deliver(other)
     torch.cuda.synchronize()
     assert time.monotonic() - start < 20 * 0.05
-    with pytest.raises(RuntimeError, match="waited for rank 1 to announce in x"):
+    with pytest.raises(RuntimeError, match=r"waited for rank 1 to announce in x \(epoch \d+\)\. "):
         signals.check_timeouts()
+    close_windows()
 
 
 @pytest.mark.gpu

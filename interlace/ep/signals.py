@@ -16,10 +16,10 @@ and only grow, so a replayed CUDA graph goes on counting where the last one stop
 
 On CUDA each call is one small kernel on the current stream: stores are ``st.release.sys`` behind a
 system-scope fence, loads ``ld.acquire.sys``; nothing reads on the host.  A rank that waits too long
-gives up: it marks the channel, all later waits on it return at once, and :func:`check_timeouts`
-tells at the step's end.  Between an announcement and what follows no host work may be needed, for
-peers spin meanwhile.  On CPU the same protocol polls shared memory, a reference for tests: it
-relies on stores becoming visible in program order, as on x86.
+gives up: it marks the channel, all later waits of its group return at once, and
+:func:`check_timeouts` tells at the step's end.  Between an announcement and what follows no host
+work may be needed, for peers spin meanwhile.  On CPU the same protocol polls shared memory, a
+reference for tests: it relies on stores becoming visible in program order, as on x86.
 """
 
 from __future__ import annotations
@@ -56,14 +56,16 @@ class Signals:
     """One channel.  Its window is (3, >= W) int64: flags ``ready`` and ``arrived`` by source rank,
     then this rank's own epoch and error mark.
 
-    ``kernel`` names what is launched.  Plans run on another stream than rows, and a report tells
-    the kernels of one name apart by their order on one stream.
+    ``halted`` is (1,) int64, one for all channels of the group on a device: not 0 once a wait has
+    timed out.  ``kernel`` names what is launched.  Plans run on another stream than rows, and a
+    report tells the kernels of one name apart by their order on one stream.
     """
 
     windows: Windows
     key: str
     rank: int
     size: int  # ranks that take part: 1 in loopback, where no peer would answer
+    halted: Tensor
     kernel: str = "ep_signal_rows"
 
     @property
@@ -78,8 +80,9 @@ def open_signals(
     """The channel of that name; collective on first use, see :func:`open_windows`."""
     width = max(group.size + group.size % 2, 2)
     windows = open_windows(group, f"signals.{key}", 3, width, torch.int64, device)
+    halted = open_windows(group, "halted", 1, 1, torch.int64, device).mine[0]
     size = group.size if group.kind == "process" else 1
-    return Signals(windows, key, group.rank, size, kernel)
+    return Signals(windows, key, group.rank, size, halted, kernel)
 
 
 def announce(signals: Signals) -> None:
@@ -220,17 +223,23 @@ __device__ i64 now_ns() {
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(value) :: "memory");
     return value;
 }
-__device__ void spin(const i64* flag, i64 epoch, i64* error, i64 mark, i64 timeout_ns) {
+__device__ void spin(
+    const i64* flag, i64 epoch, i64* error, i64 mark, i64* halted, i64 timeout_ns)
+{
     i64 start = now_ns();
     while (load_acquire(flag) < epoch) {
-        if (load_acquire(error)) return;
-        if (now_ns() - start > timeout_ns) { store_release(error, mark); return; }
+        if (load_acquire(halted)) return;
+        if (now_ns() - start > timeout_ns) {
+            store_release(error, mark);
+            store_release(halted, 1);
+            return;
+        }
         __nanosleep(100);
     }
 }
 
 extern "C" __global__ void KERNEL(
-    const i64* addresses, i64 rank, i64 size, i64 width, i64 steps, i64 timeout_ns)
+    const i64* addresses, i64 rank, i64 size, i64 width, i64 steps, i64* halted, i64 timeout_ns)
 {
     i64 t = threadIdx.x;
     i64* mine = (i64*)addresses[rank];
@@ -245,9 +254,9 @@ extern "C" __global__ void KERNEL(
     i64* peer = (i64*)addresses[t];
     if (steps & 5) __threadfence_system();
     if (steps & 1) store_release(peer + rank, epoch);
-    if (steps & 2) spin(mine + t, epoch, state + 1, 1 + 2 * t, timeout_ns);
+    if (steps & 2) spin(mine + t, epoch, state + 1, 1 + 2 * t, halted, timeout_ns);
     if (steps & 4) store_release(peer + width + rank, epoch);
-    if (steps & 8) spin(mine + width + t, epoch, state + 1, 2 + 2 * t, timeout_ns);
+    if (steps & 8) spin(mine + width + t, epoch, state + 1, 2 + 2 * t, halted, timeout_ns);
 }
 """
 
@@ -260,5 +269,5 @@ def _launch(signals: Signals, steps: int) -> None:
     timeout_ns = int(TIMEOUT_SECONDS["cuda"] * 1e9)
     kernel.launch(
         1, threads, windows.addresses, signals.rank, signals.size, windows.mine.stride(0), steps,
-        timeout_ns,
+        signals.halted, timeout_ns,
     )  # fmt: skip
