@@ -234,6 +234,26 @@ def test_matrix_products_count_by_hand() -> None:
     assert CostModel(g.nodes, slow).us[mm] == pytest.approx(1e6 * moved / 1e12)
 
 
+def test_a_token_that_crosses_once_costs_its_bytes_once() -> None:
+    """8 choices over 2 ranks: a dispatch of ``hybridep`` sends a quarter of what all slots are."""
+    machine = Machine(launch_us=0.0, exchange_bytes_per_s=1e9)
+    flights = {}
+    for backend in ("minimal_async", "hybridep"):
+        gm = unscheduled_graph(
+            _meta_config(
+                "qwen3-30b-slim", 1, ep__padded=True, ep__capacity_factor=1.0, ep__backend=backend
+            )
+        )
+        us = CostModel(gm.graph.nodes, machine).flight_us
+        flights[backend] = [
+            x for n, x in us.items() if n.target is torch.ops.ep.dispatch_launch.default
+        ]
+    (minimal, back), (hybrid, _) = flights["minimal_async"], flights["hybridep"]
+    tokens, row = 4 * 4096, 2 * 2048
+    assert minimal == back == pytest.approx(1e6 * tokens * 8 * row / 2 / 1e9)
+    assert hybrid == pytest.approx(minimal / 4)
+
+
 @pytest.mark.slow
 def test_scheduling_grows_linearly_to_27_layers() -> None:
     """In calls made, which no other load on the machine changes."""

@@ -22,6 +22,7 @@ from torch import Tensor, fx
 
 from interlace import _compat
 from interlace.ep import get_group
+from interlace.ep.backend import get_backend
 from interlace.graph import comm_of, is_collective, is_wait, tag_of
 from interlace.graph.dag import Dag
 from interlace.kernels import grouped_mm  # noqa: F401 - registers the operators
@@ -84,8 +85,12 @@ class CostModel:
         return m.launch_us + 1e6 * max(flops / rate, moved / m.bytes_per_s)
 
     def _flight_us(self, launch: fx.Node) -> float:
-        size = get_group(next(a for a in launch.args if isinstance(a, str))).size
-        remote = self.bytes_of(_pending(launch)) * (size - 1) / size
+        group, backend = (a for a in launch.args if isinstance(a, str))
+        size, moved = get_group(group).size, self.bytes_of(_pending(launch))
+        if launch.target is _ep.dispatch_launch.default and get_backend(backend).expert_side:
+            # Expanded on arrival: what crosses is each token, once a rank at most.
+            moved = min(moved, size * self.bytes_of(launch.args[0].meta["val"]))
+        remote = moved * (size - 1) / size
         return self.machine.launch_us + 1e6 * remote / self.machine.exchange_bytes_per_s
 
     def bytes_of(self, value: Any) -> int:
