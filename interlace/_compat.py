@@ -272,7 +272,7 @@ def gpu_sleep(milliseconds: float, device: torch.device) -> None:
         torch.cuda._sleep(int(milliseconds * 1.7e6))  # cycles at 1.7 GHz
 
 
-# --- random numbers while a step is traced.  Tested on 2.13; the calls are the same in 2.11.
+# --- random numbers while a step is traced.  Tested on 2.11 and 2.13.
 
 
 def call_draws(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -293,10 +293,9 @@ def watched_calls(
 ) -> Iterator[None]:
     """Calls ``watch(operator, args, kwargs)`` before every operator that runs below autograd.
 
-    Where fake tensors are on, a clone of a real one stays real: torch 2.11 clones the state of a
-    GPU's generator before it sets it.  No public module has dispatch modes.
+    No public module has dispatch modes.
     """
-    from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+    from torch.utils._python_dispatch import TorchDispatchMode
 
     class Watch(TorchDispatchMode):
         supports_higher_order_operators = True
@@ -305,9 +304,7 @@ def watched_calls(
             self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
         ) -> Any:
             watch(func, args, kwargs or {})
-            clones_real = func is torch.ops.aten.clone.default and not is_fake(args[0])
-            with _disable_current_modes() if clones_real else contextlib.nullcontext():
-                return func(*args, **(kwargs or {}))
+            return func(*args, **(kwargs or {}))
 
     with Watch():
         yield

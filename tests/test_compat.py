@@ -156,3 +156,29 @@ def _symmetric(rank: int, size: int) -> list[list[int]]:
 @pytest.mark.multi_gpu
 def test_symmetric_memory_is_written_by_every_rank(two_ranks) -> None:
     assert two_ranks.run(_symmetric) == [[[10, 11], [10, 11]]] * 2
+
+
+def test_call_draws() -> None:
+    """Attention is tagged as random and draws for its dropout alone."""
+    aten, q = torch.ops.aten, torch.zeros(1, 1, 2, 4)
+    attention = aten._scaled_dot_product_flash_attention_for_cpu.default
+    assert _compat.op_is_random(attention)
+    assert not _compat.call_draws(attention, (q, q, q), {})
+    assert not _compat.call_draws(attention, (q, q, q, 0.0, True), {})
+    assert _compat.call_draws(attention, (q, q, q, 0.1, True), {})
+    assert _compat.call_draws(attention, (q, q, q), {"dropout_p": 0.1})
+    assert _compat.call_draws(aten.native_dropout.default, (q, 0.5, True), {})
+    for op in (aten.rand.default, aten.normal_.default, aten.bernoulli.default):
+        assert _compat.call_draws(op, (), {})
+    assert not _compat.call_draws(aten.add.Tensor, (q, q), {})
+
+
+def test_watched_calls() -> None:
+    """Every operator, those of a backward too, before it runs."""
+    seen: list[str] = []
+    x = torch.ones(2, requires_grad=True)
+    with _compat.watched_calls(lambda op, args, kwargs: seen.append(str(op))):
+        (x * 2).sum().backward()
+    assert seen[:2] == ["aten.mul.Tensor", "aten.sum.default"]
+    assert "aten.expand.default" in seen[2:]
+    assert torch.equal(x.grad, torch.full((2,), 2.0))

@@ -14,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 Layout = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 _TORCH, _OURS = Path(torch.__file__).parent, Path(__file__).parents[1]
+_CHECKPOINT = _TORCH / "utils" / "checkpoint.py"
 
 
 def layout_of(batch: Sequence[Tensor]) -> Layout:
@@ -70,11 +71,27 @@ def values_are_not_read(model: torch.nn.Module) -> Iterator[None]:
     try:
         yield
     except GuardOnDataDependentSymNode as error:
+        if _compares_recomputed_sizes(error):
+            raise ValueError(
+                "trace_step: a checkpointed part of the model holds an exchange of exact sizes, "
+                "which are new sizes when it is recomputed; give its ep.Exchange padded=True, or "
+                "leave the exchange out of the checkpointed part."
+            ) from error
         raise ValueError(
             f"trace_step: {_place_of(error, model)} depends on the value of a tensor, which only "
             "the run will tell; no if, loop or size may follow from a value: use torch.where, or "
             "sizes that are fixed."
         ) from error
+
+
+def _compares_recomputed_sizes(error: BaseException) -> bool:
+    """Whether no module asked for the value, but checkpointing itself: the innermost frame outside
+    of torch's symbols is its own."""
+    inside = False
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        file = Path(frame.f_code.co_filename)
+        inside = file == _CHECKPOINT or (inside and file.is_relative_to(_TORCH))
+    return inside
 
 
 def _place_of(error: BaseException, model: torch.nn.Module) -> str:
@@ -84,6 +101,6 @@ def _place_of(error: BaseException, model: torch.nn.Module) -> str:
     for frame, number in traceback.walk_tb(error.__traceback__):
         name = names.get(id(frame.f_locals.get("self")), name)
         file = Path(frame.f_code.co_filename)
-        if not (file.is_relative_to(_TORCH) or file.is_relative_to(_OURS)):
+        if file.is_absolute() and not any(file.is_relative_to(x) for x in (_TORCH, _OURS)):
             line = f" at {file.name}:{number}"
     return f"{name or 'the loss'}{line}"

@@ -10,6 +10,7 @@ import contextlib
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from interlace import _compat
 from interlace.graph.chunking import Chunking
 from interlace.graph.passes import Pass, PassReport, remove_dead_nodes, run_passes
 from interlace.trace.backward import Sums, fill_unused, settle_tags, tagged_grad
+from interlace.trace.draws import Draws, check_chunk_draws, repeated_draws, reuse_draws
 from interlace.trace.eager_chunk import chunk_modules
 from interlace.trace.functional import functionalise_temporaries
 from interlace.trace.refusals import (
@@ -170,7 +172,8 @@ def _trace(
         p = dict(zip(params, flat, strict=False))
         b = dict(zip(buffers, flat[len(params) :], strict=False))
         regions.publish()
-        result = _compute(step, p, b, flat[len(params) + len(buffers) :], regions, sums)
+        with Draws(regions).watched():
+            result = _compute(step, p, b, flat[len(params) + len(buffers) :], regions, sums)
         extra_names.extend(result.extra)
         return [result.loss, *result.grads.values(), *result.extra.values()]
 
@@ -186,13 +189,18 @@ def _trace(
         gm = make_fx(record, tracing_mode="real", record_stack_traces=source_lines)(*fake)
     roles = [("param", n.rpartition(".")[0]) for n in params]
     roles += [("buffer", n.rpartition(".")[0]) for n in buffers] + [("arg", "")] * len(batch)
+    repeats = repeated_draws(gm)
     settle_tags(gm, roles, sums)
     _reject_baked_tensors(gm)
     clean_up = [
         Pass("remove_dead_nodes", remove_dead_nodes),
         Pass("functionalise_temporaries", functionalise_temporaries, keeps_effects=False),
     ]
+    if repeats:
+        reuse = partial(reuse_draws, repeats=repeats)
+        clean_up.append(Pass("reuse_draws", reuse, keeps_effects=False))
     reports = run_passes(gm, [*clean_up, *passes])
+    check_chunk_draws(gm, step.boundary)
     names = tuple(params), tuple(buffers), tuple(extra_names)
     return Traced(gm, *names, layout_of(batch), tuple(reports))
 

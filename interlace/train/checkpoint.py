@@ -137,6 +137,18 @@ class Checkpointer:
             error, self._error = self._error, None
             raise error
 
+    def leave(self, error: BaseException | None) -> None:
+        """After an error of the run: a save under way ends first, and what it failed with becomes a
+        note.  Not with peers, which may be gone: there the process ends and takes it along."""
+        if error is None or self.engine.world.size > 1:
+            return
+        step = self.saved_step
+        try:
+            self.finish()
+        except Exception as other:
+            what = f"The checkpoint of step {step} failed too"
+            error.add_note(f"{what}: {type(other).__name__}: {other}")
+
     def _catch(self, *work: Any) -> None:
         try:
             self._write(*work)

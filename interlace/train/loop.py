@@ -62,6 +62,7 @@ def _train(engine: Engine, console: Console) -> None:
     with contextlib.ExitStack() as stack:
         watch.start(timeout_seconds(config, world) if world.size > 1 else 0)
         if checkpointer:
+            stack.push(lambda _, error, __: checkpointer.leave(error))
             stack.enter_context(engine.stop.on_sigterm())
         report = None
         if world.is_main:

@@ -69,7 +69,7 @@ def open_sinks(config: Config, first_step: int) -> Iterator[list[Sink]]:
         sinks: list[Sink] = []
 
         def add(sink: Sink) -> None:
-            stack.push(lambda kind, *_: sink.close() if kind is None else _close_soon(sink))
+            stack.push(lambda _, error, __: _close_soon(sink, error) if error else sink.close())
             sinks.append(sink)
 
         if m.enable_tensorboard:
@@ -86,8 +86,16 @@ def open_sinks(config: Config, first_step: int) -> Iterator[list[Sink]]:
         yield sinks
 
 
-def _close_soon(sink: Sink) -> None:
-    thread = threading.Thread(target=sink.close, daemon=True)
+def _close_soon(sink: Sink, error: BaseException) -> None:
+    """What goes wrong here becomes a note of the error that ended the run."""
+
+    def close() -> None:
+        try:
+            sink.close()
+        except Exception as other:
+            error.add_note(f"A sink could not be closed: {type(other).__name__}: {other}")
+
+    thread = threading.Thread(target=close, daemon=True)
     thread.start()
     thread.join(_SECONDS_AFTER_ERROR)
 
