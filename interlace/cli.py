@@ -54,7 +54,8 @@ def main(argv: list[str] | None = None) -> int:
         expected = _is_expected(error)
         if not expected and not in_worker():
             raise
-        text = f"interlace: error: {error}" if expected else traceback.format_exc()
+        notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
+        text = f"interlace: error: {error}{notes}" if expected else traceback.format_exc()
         if not expected and watch.now():
             text = f"{text.rstrip()}\nat: {watch.now()}"
         report_failure(text, expected=expected)

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from interlace import __version__
+from interlace import __version__, cli
 from interlace.cli import main
 from interlace.train.config_read import load_config
+from interlace.train.stopping import StepRefused
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = ("train", "verify", "trace", "doctor")
@@ -209,3 +210,19 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(findings)
     assert all(line.startswith(("yes  ", "no   ")) for line in lines)
+
+
+def test_notes_of_an_expected_error_are_shown(monkeypatch, capsys) -> None:
+    """A save that failed beside a refused step, say."""
+    refused = StepRefused("step 3: no update.")
+    refused.add_note("The checkpoint of step 2 failed too: OSError: disk full")
+
+    def run(rest: list[str]) -> int:
+        raise refused
+
+    monkeypatch.setitem(cli._COMMANDS, "train", (run, "", ""))
+    assert run("train") == 1
+    assert capsys.readouterr().err == (
+        "interlace: error: step 3: no update.\n"
+        "The checkpoint of step 2 failed too: OSError: disk full\n"
+    )

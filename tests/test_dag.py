@@ -128,6 +128,15 @@ def test_random_draws_keep_their_order() -> None:
     assert _edges(b.done("r0", "r1", "r2"), "lane_order") == {("r0", "r1"), ("r1", "r2")}
 
 
+@pytest.mark.parametrize(("dropout", "edges"), [(0.0, set()), (0.1, {("r0", "r1")})])
+def test_attention_is_a_draw_only_with_dropout(dropout: float, edges: set) -> None:
+    b = Builder()
+    attention = aten._scaled_dot_product_flash_attention.default
+    for name in ("r0", "r1"):
+        b.call(name, attention, (b.x, b.x, b.x, dropout))
+    assert _edges(b.done("r0", "r1"), "lane_order") == edges
+
+
 def test_copies_to_the_host_and_their_readers_stay_in_order() -> None:
     """Trap 9: a copy that does not block is complete once a later one has."""
     b = Builder()

@@ -218,7 +218,7 @@ def _lane_order(nodes: Sequence[fx.Node]) -> Iterator[Edge]:
                 before += tail.values()
                 tail.clear()
                 tail[None] = node
-        elif _compat.op_is_random(node.target):
+        elif node.op == "call_function" and _compat.call_draws(node.target, node.args, node.kwargs):
             before, draw = [draw] if draw is not None else [], node
         yield from (Edge(earlier, node, "lane_order") for earlier in before)
 
