@@ -217,10 +217,10 @@ def test_notes_of_an_expected_error_are_shown(monkeypatch, capsys) -> None:
     refused = StepRefused("step 3: no update.")
     refused.add_note("The checkpoint of step 2 failed too: OSError: disk full")
 
-    def run(rest: list[str]) -> int:
+    def refuse(rest: list[str]) -> int:
         raise refused
 
-    monkeypatch.setitem(cli._COMMANDS, "train", (run, "", ""))
+    monkeypatch.setitem(cli._COMMANDS, "train", (refuse, "", ""))
     assert run("train") == 1
     assert capsys.readouterr().err == (
         "interlace: error: step 3: no update.\n"
