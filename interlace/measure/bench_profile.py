@@ -118,7 +118,8 @@ def range_name(node: fx.Node) -> str:
         return ""
     words = [tag.layer or "step", tag.phase]
     if spec := comm_of(node):
-        words.append(spec.name)
+        # A stage goes from the tokens' ranks to the experts', as a dispatch does.
+        words.append("dispatch stage" if spec.name == "stage" else spec.name)
     elif str(node.target) == "ep.plan.default":
         words.append("ep plan")
     if tag.chunk is not None:
