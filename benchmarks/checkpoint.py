@@ -36,7 +36,7 @@ from interlace.train.arms import arm_of
 from interlace.train.checkpoint import Checkpointer
 from interlace.train.checkpoint_files import complete
 from interlace.train.checkpoint_state import run_tensors
-from interlace.train.config import check
+from interlace.train.config_check import check
 from interlace.train.config_read import load_config
 from interlace.train.engine import Engine, apply, build_engine, compute
 from interlace.train.launch import run_workers

@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from interlace.model.flops import flops_per_token
 from interlace.train.arms import arm_of
-from interlace.train.config import check
+from interlace.train.config_check import check
 from interlace.train.config_read import load_config
 from interlace.train.engine import Engine, apply, build_engine, compute
 from interlace.train.metrics import peak_flops

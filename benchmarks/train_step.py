@@ -22,7 +22,7 @@ import torch
 
 from interlace.model.flops import flops_per_token
 from interlace.train.arms import ARMS
-from interlace.train.config import check
+from interlace.train.config_check import check
 from interlace.train.config_read import load_config
 from interlace.train.engine import apply, build_engine, compute
 from interlace.train.loop import describe_run, use_deterministic_kernels

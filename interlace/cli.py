@@ -388,7 +388,8 @@ def _load(
     rest: list[str], nproc: int | None = None, *, planning: bool = False
 ) -> tuple[Config, int]:
     """The checked settings, and the number of processes they will run on."""
-    from interlace.train.config import check, num_processes
+    from interlace.train.config import num_processes
+    from interlace.train.config_check import check
     from interlace.train.config_read import load_config
 
     config = load_config(rest)

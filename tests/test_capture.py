@@ -66,7 +66,7 @@ def test_other_shapes_are_refused_by_both_numbers() -> None:
 
 
 def test_exact_exchange_and_eager_mode_are_refused() -> None:
-    from interlace.train.config import check
+    from interlace.train.config_check import check
 
     with pytest.raises(ValueError, match=r"capture.enabled=true needs ep.padded=true"):
         check(load_config(["dsv3-tiny", "--capture.enabled"]), 2)

@@ -1,14 +1,18 @@
 """Settings: every mistake is one message; what is written reads back equal."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import NoneType
+from typing import get_args
 
 import pytest
 
-from interlace.train.config import Config, check, num_processes, walk
+from interlace.train.config import Config, num_processes, walk
+from interlace.train.config_check import check
 from interlace.train.config_read import load_config, to_toml
 from interlace.train.presets import PRESETS
 
@@ -130,14 +134,40 @@ def test_degree_one_is_off() -> None:
     check(load_config([TINY, f"--{EP}", "1", "--ep.transport", "loopback"]), 1)
 
 
+OVERLAP = ["--overlap.chunks", "2", "--ep.padded", "--optimizer.max_norm", "0.5"]
+OFF = {  # every setting that may be left out, and what it is then
+    "comm.timeout_seconds": None,
+    "ep.capacity_factor": None,
+    "optimizer.max_norm": None,
+}
+# Whole and other numbers of which 0 means that there is none.
+ZEROS = ["model.num_shared_experts", "model.num_dense_layers", "model.q_lora_rank"]
+ZEROS += ["model.balance_loss_weight", "optimizer.expert_bias_speed", "lr_scheduler.warmup_steps"]
+ZEROS += ["evaluation.interval", "checkpoint.keep_latest_k"]
+
+
 @pytest.mark.parametrize("off", ["0", "none", "null", "None"])
-def test_zero_and_none_are_off(off: str) -> None:
-    flags = ["--ep.padded", "--optimizer.max_norm", off, "--ep.capacity_factor", off]
-    config = load_config([TINY, *flags, "--comm.timeout_seconds", off])
+def test_zero_and_none_are_off(off: str, tmp_path: Path) -> None:
+    """Field report B8: with overlap on, as flags and in a file; what is absent is off as well."""
+    optional = {s.name for s in walk(PRESETS[TINY]) if NoneType in get_args(s.hint)}
+    assert optional == {*OFF, "data.separator"}  # of which 0 is a token
+    config = load_config([TINY, *OVERLAP, *(x for name in OFF for x in (f"--{name}", off))])
     check(config, 2)
-    assert config.optimizer.max_norm is None
-    assert config.ep.capacity_factor is None
-    assert config.comm.timeout_seconds is None
+    values = {s.name: s.value for s in walk(config)}
+    assert {name: values[name] for name in OFF} == OFF
+    values = {s.name: s.value for s in walk(load_config([TINY, *OVERLAP]))}
+    assert values["comm.timeout_seconds"] is values["ep.capacity_factor"] is None
+    path = tmp_path / "run.toml"
+    text = off if off == "0" else f'"{off.lower()}"'
+    lines = [f"{name} = {text}" for name in OFF]  # dotted keys are TOML too
+    path.write_text("\n".join([f'preset = "{TINY}"', *lines]))
+    assert load_config([str(path), *OVERLAP[:3]]) == config
+
+
+def test_zero_means_without() -> None:
+    config = load_config([TINY, *OVERLAP, *(x for name in ZEROS for x in (f"--{name}", "0"))])
+    check(config, 2)
+    assert {s.value for s in walk(config) if s.name in ZEROS} == {0}
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -255,3 +285,18 @@ def test_unknown_preset_and_none() -> None:
         load_config(["zzz"])
     with pytest.raises(ValueError, match=r"name a preset or a TOML file first; presets: dsv3-tiny"):
         load_config([])
+
+
+@pytest.mark.parametrize(
+    ("flag", "known"),
+    [
+        ("--parallelism.pp", "known: parallelism.expert_parallel_degree."),
+        ("--xyzzy", "known: model.*, training.*, parallelism.*,"),
+    ],
+)
+def test_what_resembles_nothing_is_told_its_neighbours_in_one_short_line(
+    flag: str, known: str
+) -> None:
+    with pytest.raises(ValueError, match=f"unknown setting {flag}; {re.escape(known)}") as found:
+        load_config(["dsv3-tiny", flag, "2"])
+    assert len(str(found.value)) < 300

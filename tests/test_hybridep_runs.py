@@ -118,7 +118,7 @@ def test_settings_reach_the_exchange() -> None:
     ],
 )
 def test_what_cannot_run_is_refused(flags: list[str], message: str) -> None:
-    from interlace.train.config import check
+    from interlace.train.config_check import check
 
     with pytest.raises((ValueError, SystemExit), match=message):
         check(load_config(_flags(*flags)), 2)
@@ -140,7 +140,7 @@ def test_doctor_says_whose_hybridep_runs(monkeypatch: pytest.MonkeyPatch) -> Non
     assert _deep_ep_line().value == "deep_ep without it"
     sys.modules["deep_ep"].HybridEPBuffer = object
     found = _deep_ep_line()
-    assert (found.ok, found.value) == (True, "present, not used")
+    assert (found.ok, found.value) == (True, "present")
     assert "also with it" in found.why
     monkeypatch.setitem(sys.modules, "deep_ep", None)  # importing it fails
     assert _deep_ep_line().value == "cannot be imported"

@@ -14,7 +14,7 @@ import pytest
 import torch
 from small_runs import small_config, small_world
 
-from interlace.train import config as settings
+from interlace.train.config_check import check
 from interlace.train.loop import train
 from interlace.train.metrics import expert_load, read_history
 from interlace.train.sinks import flatten
@@ -44,7 +44,7 @@ def pretend_installed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def run(folder: Path, **changes: Any) -> None:
     plain = {"training__steps": 3, "metrics__folder": str(folder), "metrics__log_freq": 100}
     config = small_config(**(plain | changes))
-    settings.check(config, 1)
+    check(config, 1)
     train(config, small_world())
 
 
@@ -116,8 +116,8 @@ def test_a_missing_package_is_told_before_the_run(
     monkeypatch.setattr(importlib.util, "find_spec", lambda package: None)
     config = small_config(**{f"metrics__enable_{name}": True})
     with pytest.raises(ValueError, match=rf"metrics\.enable_{name}=true needs the package {name}"):
-        settings.check(config, 1)
-    settings.check(small_config(), 1)
+        check(config, 1)
+    check(small_config(), 1)
 
 
 def test_flat_numbers() -> None:

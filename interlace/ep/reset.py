@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from interlace.ep import pending
+from interlace.ep.nvidia_buffers import close_buffers
 from interlace.ep.windows import close_windows
 
 
@@ -15,3 +16,4 @@ def reset(group: str | None = None) -> None:
     """
     pending.forget_all()
     close_windows(group)
+    close_buffers()

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 
 from interlace.measure.bench_request import Request, Setting, Values
 from interlace.train.arms import ARMS, Arm
-from interlace.train.config import Config, check
+from interlace.train.config import Config
+from interlace.train.config_check import check
 
 CONTROL = "control"
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from interlace.train.config import ARMS, Config, check, walk
+from interlace.train.config import ARMS, Config, walk
+from interlace.train.config_check import check
 from interlace.train.config_read import load_config
 
 DEFAULT_ARMS = (

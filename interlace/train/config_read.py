@@ -17,6 +17,8 @@ from typing import Any, get_args, get_type_hints
 from interlace.model.config import MODELS, ModelConfig
 from interlace.train.config import ZERO_IS_NONE, Config, accept, walk
 
+_MANY = 30  # names; more than that is no help in one line
+
 
 def load_config(args: list[str]) -> Config:
     """Preset name or TOML file, then dotted overrides: ``["dsv3-tiny", "--training.steps", "20"]``.
@@ -183,7 +185,15 @@ def _zero_to_none(config: Config) -> Config:
 
 
 def _suggest(name: str, known: Iterable[str]) -> str:
-    """The end of an "unknown ..." message: close matches, or everything."""
+    """The end of an "unknown ..." message: close matches, or all; of many dotted names those of the
+    same section, or the sections."""
+    known = list(known)
     close = [k for k in known if k.endswith(f".{name}")]
-    close = close or difflib.get_close_matches(name, list(known), n=3)
-    return f"; did you mean {' or '.join(close)}?" if close else f"; known: {', '.join(known)}."
+    close = close or difflib.get_close_matches(name, known, n=3)
+    if close:
+        return f"; did you mean {' or '.join(close)}?"
+    if len(known) > _MANY:
+        sections = dict.fromkeys(k.partition(".")[0] for k in known if "." in k)
+        beside = [k for k in known if k.startswith(f"{name.partition('.')[0]}.")]
+        known = beside or [f"{section}.*" for section in sections]
+    return f"; known: {', '.join(known)}."

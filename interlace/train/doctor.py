@@ -200,17 +200,18 @@ def _packages() -> list[Finding]:
 
 
 def _deep_ep() -> Finding:
-    """NVIDIA's exchange library, which ep.backend=hybridep is modelled on but does not call."""
+    """NVIDIA's exchange library, for a backend that is tested with a stand-in for it."""
     name, native = "DeepEP HybridEPBuffer", "ep.backend=hybridep is interlace's own, also with it"
+    wanted = "for ep.backend=hybridep_nvidia"
     if not package_available("deep_ep"):
-        return Finding(name, False, "absent", f"not needed: {native}")
+        return Finding(name, False, "absent", f"{wanted}; else not needed: {native}")
     try:
         deep_ep = importlib.import_module("deep_ep")
     except Exception as error:  # an extension built for another CUDA or torch may raise anything
-        return Finding(name, False, "cannot be imported", f"{str(error)[:80]}; {native}")
+        return Finding(name, False, "cannot be imported", f"{str(error)[:80]}; {wanted}")
     if not hasattr(deep_ep, "HybridEPBuffer"):
-        return Finding(name, False, "deep_ep without it", f"another branch of DeepEP; {native}")
-    return Finding(name, True, "present, not used", native)
+        return Finding(name, False, "deep_ep without it", f"another branch of DeepEP; {wanted}")
+    return Finding(name, True, "present", f"{wanted}, not yet run with it; {native}")
 
 
 def _package(name: str, module: str, why: str, distribution: str | None = None) -> Finding:

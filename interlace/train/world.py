@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from interlace.capture import close_all, set_allocator
+from interlace.ep.nvidia_buffers import close_buffers
 from interlace.ep.transport import drop_group
 from interlace.ep.windows import close_windows
-from interlace.train.config import Config, check
+from interlace.train.config import Config
+from interlace.train.config_check import check
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -106,6 +108,7 @@ def close_world(world: World) -> None:
     """
     close_all()
     close_windows()
+    close_buffers()
     drop_group("ep")  # the engine's registration; its process group ends below
     if world.size == 1:
         return
