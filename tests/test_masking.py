@@ -235,7 +235,7 @@ def test_the_balance_gradient_does_not_depend_on_the_split(preset: str) -> None:
     config = small_config(preset)
     expected = balance_only(config)
     assert all(g.abs().max() > 1e-4 for g in expected.values())
-    for parts, arm in ((3, "eager"), (12, "eager"), (1, "chunk-eager"), (3, "chunk-eager")):
+    for parts, arm in ((3, "eager"), (12, "eager"), (1, "chunk-eager"), (3, "chunk-graph")):
         training = replace(config.training, microbatches=parts)
         found = balance_only(replace(config, training=training), arm=arm)
         for name, grad in expected.items():
@@ -290,7 +290,8 @@ def test_recomputed_layers_count_once(recomputed: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_exact_ties_are_recomputed_alike(seed: int) -> None:
-    """Field report G1: experts in pairs with one score each; routing recomputed in the backward."""
+    """Field report G1: experts in fours with one score, of which two are chosen; routing is
+    recomputed in the backward."""
     from torch.utils.checkpoint import checkpoint
 
     found = []
@@ -298,7 +299,8 @@ def test_exact_ties_are_recomputed_alike(seed: int) -> None:
         engine = small_engine(small_config("qwen3-tiny", debug__seed=seed))
         for layer in engine.model.layers:
             with torch.no_grad():
-                layer.moe.router.gate[1::2] = layer.moe.router.gate[::2]
+                gate_nmD = layer.moe.router.gate.view(2, 4, -1)
+                gate_nmD[:, 1:] = gate_nmD[:, :1]
             if recompute:
                 layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
         found.append(compute(engine, 0))

@@ -76,6 +76,8 @@ def test_a_mean_is_a_statistic_of_the_chunk_and_reported_once() -> None:
         (aten.t.default, lambda xs: (xs[0],), PARTIAL),
         (aten.mul.Scalar, lambda xs: (xs[0], 2.0), PARTIAL),
         (aten._to_copy.default, lambda xs: (xs[0],), PARTIAL),
+        (aten.sum.dim_IntList, lambda xs: (xs[0], [0]), PARTIAL),
+        (aten.sum.default, lambda xs: (xs[0],), PARTIAL),
         (aten.relu.default, lambda xs: (xs[0],), MIXED),
         (aten.pow.Tensor_Scalar, lambda xs: (xs[0], 2), MIXED),
     ],
@@ -89,6 +91,22 @@ def test_sums_of_partials_and_nothing_else() -> None:
     node, twin, (a, b) = _node(aten.add.Tensor, [(3,), (3,)], (3,), (3,))
     assert place(node, twin, N, {a: PARTIAL, b: PARTIAL})[0] == PARTIAL
     assert place(node, twin, N, {a: PARTIAL, b: REPLICATE})[0] == MIXED
+
+
+@pytest.mark.parametrize(
+    ("target", "placed", "expected"),
+    [
+        (aten.mul.Tensor, (PARTIAL, REPLICATE), PARTIAL),
+        (aten.mul.Tensor, (REPLICATE, PARTIAL), PARTIAL),
+        (aten.div.Tensor, (PARTIAL, REPLICATE), PARTIAL),
+        (aten.div.Tensor, (REPLICATE, PARTIAL), MIXED),
+        (aten.mul.Tensor, (PARTIAL, PARTIAL), MIXED),
+        (aten.mul.Tensor, (PARTIAL, MIXED), MIXED),
+    ],
+)
+def test_a_partial_may_be_scaled_by_what_all_chunks_share(target, placed, expected) -> None:
+    node, twin, (a, b) = _node(target, [(3,), (3,)], (3,), (3,))
+    assert place(node, twin, N, {a: placed[0], b: placed[1]})[0] == expected
 
 
 def test_norm_backward_gives_a_shard_and_a_sum() -> None:

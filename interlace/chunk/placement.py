@@ -55,6 +55,7 @@ _LINEAR = frozenset(
         aten.unsqueeze.default,
         aten.squeeze.dim,
         aten.squeeze.dims,
+        aten.expand.default,
         aten.neg.default,
         aten.mul.Scalar,
         aten.div.Scalar,
@@ -151,10 +152,15 @@ def _is_partial(node: fx.Node, of: dict[fx.Node, Placed], kinds: set[str]) -> bo
         return kinds == {"Partial"} and all(isinstance(a, fx.Node) for a in args[:2])
     if node.target in _SCATTERED:
         return bool(kinds & {"Shard", "Local"})
+    if node.target in (aten.mul.Tensor, aten.div.Tensor):
+        factors = tuple(_of(a, of) if isinstance(a, fx.Node) else REPLICATE for a in args[:2])
+        swapped = node.target is aten.mul.Tensor and factors == (REPLICATE, PARTIAL)
+        return swapped or factors == (PARTIAL, REPLICATE)
     if node.target in _SUMS:
         placed = _of(args[0], of)
         dims = _sum_dims(node)
-        return placed.kind == "Shard" and (dims is None or placed.dim in dims)
+        over_tokens = placed.kind == "Shard" and (dims is None or placed.dim in dims)
+        return placed == PARTIAL or over_tokens
     if node.target in _PRODUCTS:
         left, right = (_of(a, of) for a in args[:2])
         contracted = _PRODUCTS[node.target]
