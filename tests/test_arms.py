@@ -29,6 +29,7 @@ def _flags(preset: str, routing: str, chunks: int, *more: str) -> list[str]:
         *("--model.routing", routing),
         *("--training.seq_len", "24"),
         *("--training.local_batch_size", "12"),
+        *("--optimizer.lr", "0.03"),  # so that a few steps learn something
         *("--overlap.chunks", str(chunks)),
         *more,
     ]

@@ -89,7 +89,8 @@ def test_json_and_text_have_the_promised_shape(figures: dict[str, Any]) -> None:
 
 
 def _request(*sweeps: str, arms: str, flags: list[str], rounds: int = 1) -> Request:
-    return Request(*read_arms(arms), (), read_settings(flags, sweeps, 1), rounds=rounds)
+    settings, refused = read_settings(flags, sweeps, 1)
+    return Request(*read_arms(arms), (), settings, rounds=rounds, refused=refused)
 
 
 def _run(request: Request, path: Path) -> tuple[bool, dict[str, Any]]:
@@ -248,7 +249,7 @@ def _on_two(rank: int, size: int, path: str, fault: bool, backend: str = "alltoa
     flags = ["qwen3-tiny", *SIZE, "--ep.padded", "--ep.backend", backend]
     request = Request(
         *read_arms("control" if fault else "control,chunk-scheduled"), (),
-        read_settings(flags, [], size), rounds=2, json=Path(path),
+        read_settings(flags, [], size)[0], rounds=2, json=Path(path),
     )  # fmt: skip
     real = bench_arms.build_arm
     if fault and rank == 1:  # the other rank has to learn of it
@@ -288,7 +289,7 @@ def _rows_computed(rank: int, size: int, backend: str) -> list[tuple[int, int]]:
     """Live rows of this rank's experts by layer, in the control and in its ceiling."""
     torch.set_num_threads(1)
     flags = ["qwen3-tiny", *SIZE, "--ep.padded", "--ep.backend", backend]
-    (setting,) = read_settings([*flags, "--model.routing", "skewed:1.2"], [], size)
+    (setting,), _ = read_settings([*flags, "--model.routing", "skewed:1.2"], [], size)
     world = small_world(rank, size, degree=2)
     bench = bench_arms.open_workbench(
         setting.config, world, ("control",), lambda what: nullcontext(), optimizer=False

@@ -7,19 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from cuda_sources import nvrtc_found, usage_of
 from test_gather_rows import compile_for_h100, run_interpreted
 from torch import Tensor
 
 from interlace import _compat
+from interlace.kernels import rank_slots as counting
 from interlace.kernels import route as module
-from interlace.kernels.route import (
-    BLOCK,
-    lay_out,
-    origins,
-    place_slots,
-    rank_slots,
-    share_counts,
-)
+from interlace.kernels.rank_slots import BLOCK, rank_slots
+from interlace.kernels.route import lay_out, origins, place_slots, share_counts
 
 # (tokens, choices, experts): none, one, less and more than a block, odd numbers of experts
 SIZES = [(0, 2, 4), (1, 1, 2), (7, 3, 6), (90, 4, 12), (130, 2, 40)]
@@ -41,9 +37,7 @@ def check_rank_slots(device: str) -> None:
             seen[expert] += 1
         assert ranked.counts.tolist() == seen
         within, before = ranked.within.tolist(), ranked.before.tolist()
-        found = [
-            within[n] + before[e][n // ranked.block] for n, e in enumerate(ids.reshape(-1).tolist())
-        ]
+        found = [within[n] + before[n // BLOCK][e] for n, e in enumerate(ids.reshape(-1).tolist())]
         assert found == position
 
 
@@ -142,7 +136,7 @@ def check_all(device: str) -> None:
 
 def check_interpreted() -> None:
     assert _compat.runs_triton("route", torch.device("cpu"))
-    module.rank_slots_ref = module.lay_out_ref = module.place_slots_ref = None
+    module.lay_out_ref = module.place_slots_ref = None
     check_all("cpu")
 
 
@@ -157,20 +151,14 @@ def test_kernels_in_the_interpreter() -> None:
 @pytest.mark.gpu
 def test_kernels_on_gpu() -> None:
     check_all("cuda")
-    ids = _ids(16384, 8, 128, 0)  # many blocks: the prefix sum goes round
-    expected, actual = rank_slots(ids, 128), rank_slots(ids.cuda(), 128)
-    assert torch.equal(actual.counts.cpu(), expected.counts)
-    slots = torch.arange(ids.numel())
-    flat = ids.reshape(-1)
-    position = actual.within.cpu() + actual.before.cpu()[flat, slots // BLOCK]
-    assert torch.equal(position, expected.within)
+    for num_tokens, top_k, num_experts in ((16384, 8, 128), (33000, 1, 33), (5000, 6, 2048)):
+        ids = _ids(num_tokens, top_k, num_experts, 0)  # many blocks: each warp adds up several
+        expected, actual = rank_slots(ids, num_experts), rank_slots(ids.cuda(), num_experts)
+        for name in ("counts", "within", "before"):
+            assert torch.equal(getattr(actual, name).cpu(), getattr(expected, name)), name
 
 
 COMPILED = [
-    ("_count_kernel", {"ids": "*i64", "within": "*i32", "before": "*i32", "num_slots": "i32",
-                       "num_blocks": "i32"}, {"E": 128, "E_PAD": 128, "BLOCK": BLOCK}),
-    ("_prefix_kernel", {"before": "*i32", "counts": "*i32", "num_blocks": "i32"},
-     {"BLOCK_B": 2048}),
     ("_share_kernel", {"counts": "*i32", "addresses": "*i64", "first": "i32", "block_rows": "i32",
                        "num_slots": "i32"}, {"E": 128, "E_PAD": 128}),
     ("_lay_out_kernel", {"counts": "*i32", "first": "*i64", "kept": "*i32", "counts_out": "*i64",
@@ -179,7 +167,7 @@ COMPILED = [
      {"W": 8, "LOCAL": 16, "MIRRORED": False, "W_PAD": 8, "LOCAL_PAD": 16}),
     ("_place_kernel", {"ids": "*i64", "within": "*i32", "before": "*i32", "first": "*i64",
                        "kept": "*i32", "addresses": "*i64", "target": "*i64", "token": "*i64",
-                       "place": "*i64", "num_slots": "i32", "num_blocks": "i32", "rank": "i32",
+                       "place": "*i64", "num_slots": "i32", "num_experts": "i32", "rank": "i32",
                        "rows_per_rank": "i32", "slots_per_rank": "i32"},
      {"K": 8, "MIRRORED": False, "BLOCK": BLOCK}),
     ("_origins_kernel", {"arrived": "*i32", "live": "*i64", "out": "*i64", "num_rows": "i32"},
@@ -194,6 +182,14 @@ def test_kernels_compile_without_spills(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     compiled = compile_for_h100(getattr(module, name), signature, constants, num_warps=4)
     assert ".local" not in compiled.asm["ptx"]
+
+
+@pytest.mark.skipif(not nvrtc_found(), reason="needs NVRTC, which CUDA builds of torch bring")
+@pytest.mark.parametrize(("name", "most"), [("count_slots", 128), ("add_up", 64)])
+def test_sources_compile_without_spills(name: str, most: int, tmp_path: Path) -> None:
+    usage = usage_of(counting.source_of(128), name, "sm_90", tmp_path)
+    assert usage["REG"] <= most
+    assert usage["STACK"] == usage["LOCAL"] == 0
 
 
 def test_bad_arguments_are_named() -> None:

@@ -45,7 +45,8 @@ from interlace.ep.signals import (
 from interlace.ep.transport import Group, moves_rows
 from interlace.ep.windows import Windows, open_windows, release
 from interlace.kernels.push_rows import push_rows
-from interlace.kernels.route import lay_out, origins, place_slots, rank_slots, share_counts
+from interlace.kernels.rank_slots import rank_slots
+from interlace.kernels.route import lay_out, origins, place_slots, share_counts
 from interlace.kernels.slot_grad import slot_grad
 from interlace.kernels.slot_reduce import slot_reduce
 

@@ -7,7 +7,7 @@ A rank's rows lie sorted by expert, then source rank, then slot.  So the row of 
 of its expert, plus what earlier ranks send to that expert, plus how many earlier slots of its own
 rank chose it; positions come from prefix sums, never from atomics.
 
-1. rank_slots   count each expert in blocks of slots, add up over blocks
+1. rank_slots   (``rank_slots.py``) count each expert in blocks of slots, add up over blocks
 2. share_counts (ranks exchange them)
 3. lay_out      the first row of this rank's slots at every expert, from the counts of all ranks
 4. place_slots  the row of every slot; the receiver is told whom each row came from
@@ -22,26 +22,11 @@ import torch
 from torch import Tensor
 
 from interlace import _compat
+from interlace.kernels.rank_slots import BLOCK, Ranked
 
 if _compat.HAS_TRITON:
     import triton
     import triton.language as tl
-
-BLOCK = 128
-
-
-@dataclass(frozen=True)
-class Ranked:
-    """How many slots chose each expert, and which of them a slot is.
-
-    Shapes: counts (E,) int32; within (N,) int32: earlier slots of the same block and expert;
-            before (E, B) int32: slots of earlier blocks.  A block has ``block`` slots.
-    """
-
-    counts: Tensor
-    within: Tensor
-    before: Tensor
-    block: int
 
 
 @dataclass(frozen=True)
@@ -59,19 +44,6 @@ class Layout:
     offsets: Tensor
     live: Tensor
     overflow: Tensor
-
-
-def rank_slots_ref(ids_TK: Tensor, num_experts: int) -> Ranked:
-    """The specification, with all slots in one block."""
-    ids_N = ids_TK.reshape(-1)
-    sorted_N, order_N = ids_N.sort(stable=True)
-    experts = torch.arange(num_experts + 1, device=ids_N.device)
-    starts = torch.searchsorted(sorted_N, experts)
-    within_N = torch.empty_like(ids_N, dtype=torch.int32)
-    place_N = torch.arange(ids_N.numel(), device=ids_N.device) - starts[sorted_N]
-    within_N[order_N] = place_N.to(torch.int32)
-    counts_E = starts.diff().to(torch.int32)
-    return Ranked(counts_E, within_N, counts_E.new_zeros(num_experts, 1), max(ids_N.numel(), 1))
 
 
 def lay_out_ref(
@@ -108,7 +80,7 @@ def place_slots_ref(ids_TK: Tensor, ranked: Ranked, layout: Layout) -> tuple[Ten
     """The specification of ``target``, ``token`` and ``place``."""
     ids_N, (num_tokens, top_k) = ids_TK.reshape(-1), ids_TK.shape
     slot_N = torch.arange(num_tokens * top_k, device=ids_TK.device)
-    position_N = ranked.within + ranked.before[ids_N, slot_N // ranked.block]
+    position_N = ranked.within + ranked.before[slot_N // BLOCK, ids_N]
     kept_N = position_N < layout.kept[ids_N]
     target_N = torch.where(kept_N, layout.first[ids_N] + position_N, -1)
     return target_N, slot_N // top_k, torch.where(kept_N, slot_N, -1)
@@ -117,44 +89,6 @@ def place_slots_ref(ids_TK: Tensor, ranked: Ranked, layout: Layout) -> tuple[Ten
 if _compat.HAS_TRITON:
     # Sizes and ranks are not specialised: a 1 among them would not be a tensor, and every other
     # value would compile again.
-    @triton.jit(do_not_specialize=["num_slots", "num_blocks"])
-    def _count_kernel(
-        ids: tl.tensor,
-        within: tl.tensor,
-        before: tl.tensor,
-        num_slots: tl.tensor,
-        num_blocks: tl.tensor,
-        E: tl.constexpr,
-        E_PAD: tl.constexpr,
-        BLOCK: tl.constexpr,
-    ) -> None:
-        block = tl.program_id(0)
-        lane = tl.arange(0, BLOCK)
-        slot = block * BLOCK + lane
-        chosen = tl.load(ids + slot, mask=slot < num_slots, other=-1).to(tl.int32)
-        expert = tl.arange(0, E_PAD)
-        found = tl.sum((chosen[:, None] == expert[None, :]).to(tl.int32), 0)
-        tl.store(before + expert * num_blocks + block, found, mask=expert < E)
-        # The same slots along the other axis: loading them again is cheaper than to transpose.
-        across = tl.load(ids + slot, mask=slot < num_slots, other=-1).to(tl.int32)
-        earlier = (chosen[:, None] == across[None, :]) & (lane[:, None] > lane[None, :])
-        tl.store(within + slot, tl.sum(earlier.to(tl.int32), 1), mask=slot < num_slots)
-
-    @triton.jit(do_not_specialize=["num_blocks"])
-    def _prefix_kernel(
-        before: tl.tensor, counts: tl.tensor, num_blocks: tl.tensor, BLOCK_B: tl.constexpr
-    ) -> None:
-        expert = tl.program_id(0)
-        lane = tl.arange(0, BLOCK_B)
-        total = tl.sum(tl.zeros([BLOCK_B], tl.int32), 0)
-        for start in range(0, num_blocks, BLOCK_B):
-            inside = start + lane < num_blocks
-            place = before + expert * num_blocks + start + lane
-            found = tl.load(place, mask=inside, other=0)
-            tl.store(place, total + tl.cumsum(found, 0) - found, mask=inside)
-            total += tl.sum(found, 0)
-        tl.store(counts + expert, total)
-
     @triton.jit(do_not_specialize=["first", "block_rows", "num_slots"])
     def _share_kernel(
         counts: tl.tensor,
@@ -225,7 +159,7 @@ if _compat.HAS_TRITON:
         tl.store(overflow, tl.sum(tl.maximum(wanted - block_rows, 0), 0))
 
     @triton.jit(
-        do_not_specialize=["num_slots", "num_blocks", "rank", "rows_per_rank", "slots_per_rank"]
+        do_not_specialize=["num_slots", "num_experts", "rank", "rows_per_rank", "slots_per_rank"]
     )
     def _place_kernel(
         ids: tl.tensor,
@@ -238,7 +172,7 @@ if _compat.HAS_TRITON:
         token: tl.tensor,
         place: tl.tensor,
         num_slots: tl.tensor,
-        num_blocks: tl.tensor,
+        num_experts: tl.tensor,
         rank: tl.tensor,
         rows_per_rank: tl.tensor,
         slots_per_rank: tl.tensor,
@@ -251,7 +185,7 @@ if _compat.HAS_TRITON:
         inside = slot < num_slots
         expert = tl.load(ids + slot, mask=inside, other=0)
         position = tl.load(within + slot, mask=inside, other=0)
-        position += tl.load(before + expert * num_blocks + block, mask=inside, other=0)
+        position += tl.load(before + block * num_experts + expert, mask=inside, other=0)
         fits = inside & (position < tl.load(kept + expert, mask=inside, other=0))
         goal = tl.load(first + expert, mask=inside, other=0) + position
         tl.store(target + slot, tl.where(fits, goal, -1), mask=inside)
@@ -276,34 +210,6 @@ if _compat.HAS_TRITON:
         inside = row < num_rows
         origin = tl.load(arrived + row, mask=inside, other=-1).to(tl.int64)
         tl.store(out + row, tl.where(row < tl.load(live), origin, -1), mask=inside)
-
-
-def rank_slots(ids_TK: Tensor, num_experts: int) -> Ranked:
-    """Counts each expert's slots and numbers them in slot order.
-
-    Shapes:  ids (T, K) int64 in [0, E), not checked on CUDA.
-    Sync:    none; safe under capture.
-    Example: ids [[2], [0], [2]], E = 3 -> counts [1, 0, 2]; the slots are 0, 0, 1 of their experts.
-    """
-    if ids_TK.dtype != torch.int64 or ids_TK.dim() != 2:
-        raise ValueError(
-            f"rank_slots: ids is {ids_TK.dtype} {tuple(ids_TK.shape)}; expected int64 (T, K)."
-        )
-    if not _compat.runs_triton("rank_slots", ids_TK.device):
-        return rank_slots_ref(ids_TK, num_experts)
-    num_slots = ids_TK.numel()
-    num_blocks = max(triton.cdiv(num_slots, BLOCK), 1)
-    counts, within, before = (
-        torch.empty(shape, dtype=torch.int32, device=ids_TK.device)
-        for shape in ((num_experts,), (num_slots,), (num_experts, num_blocks))
-    )
-    pad = triton.next_power_of_2(num_experts)
-    _count_kernel[num_blocks,](
-        ids_TK.contiguous(), within, before, num_slots, num_blocks, num_experts, pad, BLOCK
-    )
-    width = min(triton.next_power_of_2(num_blocks), 2048)
-    _prefix_kernel[num_experts,](before, counts, num_blocks, width)
-    return Ranked(counts, within, before, BLOCK)
 
 
 def share_counts(
@@ -407,11 +313,11 @@ def place_slots(
         torch.empty(num_slots, dtype=torch.int64, device=ids_TK.device) for _ in range(3)
     )
     if num_slots:
-        num_blocks = ranked.before.shape[1]
+        num_blocks, num_experts = ranked.before.shape
         _place_kernel[num_blocks,](
             ids_TK.contiguous(), ranked.within, ranked.before, layout.first, layout.kept, addresses,
-            target_N, token_N, place_N, num_slots, num_blocks, rank, rows_per_rank,
-            apart, ids_TK.shape[1], mirrored, ranked.block,
+            target_N, token_N, place_N, num_slots, num_experts, rank, rows_per_rank,
+            apart, ids_TK.shape[1], mirrored, BLOCK,
         )  # fmt: skip
     return target_N, token_N, place_N
 
