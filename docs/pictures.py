@@ -13,10 +13,12 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import sys
 import tempfile
 from importlib.resources import as_file, files
 from pathlib import Path
+from typing import Any
 
 from interlace.cli import main as interlace
 from interlace.measure.report import build_report
@@ -101,7 +103,15 @@ def draw_report() -> str:
 
 BENCHES = ("qwen3-30b-slim", "dsv3-16b-slim")
 _RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+_LINK_RUN = "2026-11-30-2xh200-"
 _MS = 1.6  # pixels a millisecond
+_LINE_STYLE = """
+  .line { fill: none; stroke-width: 2.5; }
+  .line.compute { stroke: #3f78b5; } .line.comm { stroke: #d99a2b; }
+  @media (prefers-color-scheme: dark) {
+    .line.compute { stroke: #6ea3dc; } .line.comm { stroke: #e3b04b; }
+  }
+"""
 
 
 def draw_bench() -> str:
@@ -152,8 +162,92 @@ def draw_bench() -> str:
     return "\n".join([*opening, *parts, "</svg>\n"])
 
 
+_PANEL, _HIGH = 380, 210  # pixels of a plot
+_LINES = {"scheduled-captured": ("compute", "reordered"), "chunk-captured": ("comm", "two chunks")}
+
+
+def _read(name: str) -> Any:
+    return json.loads((_RESULTS / f"{_LINK_RUN}{name}.json").read_text(encoding="utf-8"))
+
+
+def draw_link() -> str:
+    """Hidden share and gain of `interlace bench` on two GPUs against the speed of the link, which
+    thread blocks set."""
+    gb_s = {
+        row["ctas"]: row["copy_gb_s"]
+        for row in _read("exchange")["rows"]
+        if row["tokens"] == 16384 and row["backend"] == "minimal_async" and row["ctas"]
+    }
+    arms = {
+        (preset, a["arm"], a["budget"]): a
+        for preset in BENCHES
+        for a in _read(f"bench-{preset}")["arms"]
+    }
+    budgets = sorted({budget for _, _, budget in arms})
+    speeds = ", ".join(f"{gb_s[b]:.0f}" for b in budgets)
+    head = f"Two H200s, 1, 2 and 8 thread blocks for an exchange: a link of {speeds} GB/s"
+    x_of = {b: 40 + (_PANEL - 90) * math.log(gb_s[b] / 40) / math.log(400 / 40) for b in budgets}
+    parts = []
+    for panel, (title, low, high, form) in enumerate(
+        (
+            ("exchange that is hidden", 0, 1, ".0%"),
+            ("times as fast as the control", 0.9, 1.35, ".2f"),
+        )
+    ):
+        left, bottom = 30 + panel * (_PANEL + 90), 70 + _HIGH
+        labels: list[tuple[float, float, str]] = []
+        parts.append(f'<text x="{left}" y="52">{title}</text>')
+        parts.append(f'<rect x="{left}" y="70" width="{_PANEL}" height="{_HIGH}" class="lane"/>')
+        for budget in budgets:
+            x = left + x_of[budget]
+            parts.append(f'<text x="{x:.0f}" y="{bottom + 16}">{gb_s[budget]:.0f} GB/s</text>')
+        for preset in BENCHES:
+            for arm, (color, name) in _LINES.items():
+                found = [arms[preset, arm, b] for b in budgets]
+                base = [arms[preset, "captured", b]["ms"] for b in budgets]
+                values = (
+                    [a["hidden_share"] for a in found]
+                    if panel == 0
+                    else [b / a["ms"] for a, b in zip(found, base, strict=True)]
+                )
+                at = [
+                    (left + x_of[b], bottom - _HIGH * (v - low) / (high - low))
+                    for b, v in zip(budgets, values, strict=True)
+                ]
+                dash = ' stroke-dasharray="6 4"' if preset == BENCHES[1] else ""
+                points = " ".join(f"{x:.1f},{y:.1f}" for x, y in at)
+                parts.append(
+                    f'<polyline points="{points}" class="line {color}"{dash}><title>{preset}, '
+                    f"{name}</title></polyline>"
+                )
+                labels += [
+                    (at[0][0] - 36, at[0][1], f"{values[0]:{form}}"),
+                    (at[-1][0] + 6, at[-1][1], f"{values[-1]:{form}}"),
+                ]
+        lowest: dict[float, float] = {}  # by column: where its last label stands
+        for x, y, text in sorted(labels):
+            y = lowest[x] = max(y, lowest.get(x, 0) + 13)
+            parts.append(f'<text x="{x:.0f}" y="{y + 4:.0f}">{text}</text>')
+    y, x = 70 + _HIGH + 44, 30
+    for preset, dash in zip(BENCHES, ("", ' stroke-dasharray="6 4"'), strict=True):
+        for color, name in _LINES.values():
+            parts.append(
+                f'<polyline points="{x},{y - 4} {x + 26},{y - 4}" class="line {color}"{dash}/>'
+                f'<text x="{x + 32}" y="{y}">{preset}, {name}</text>'
+            )
+            x += 215
+    opening = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 900 {y + 14}" width="900" '
+        f'height="{y + 14}" role="img">',
+        f"<title>{head}</title>",
+        f"<style>{_STYLE}{_LINE_STYLE}</style>",
+        f'<text x="12" y="22" class="h">{head}</text>',
+    ]
+    return "\n".join([*opening, *parts, "</svg>\n"])
+
+
 def main(names: list[str]) -> None:
-    others = {"report": draw_report, "bench": draw_bench}
+    others = {"report": draw_report, "bench": draw_bench, "link": draw_link}
     known = [*SCHEDULES, *others]
     for name in names or known:
         if name not in known:

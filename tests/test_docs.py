@@ -302,7 +302,7 @@ def headings(svg: str) -> list[str]:
 def test_pictures_say_what_the_tool_says() -> None:
     pictures = runpy.run_path(str(DOCS / "pictures.py"))
     drawn = {name: pictures["draw_schedule"](name) for name in pictures["SCHEDULES"]}
-    drawn |= {"report": pictures["draw_report"](), "bench": pictures["draw_bench"]()}
+    drawn |= {name: pictures[f"draw_{name}"]() for name in ("report", "bench", "link")}
     assert {p.stem for p in (DOCS / "img").glob("*.svg")} == set(drawn)
     for name, svg in drawn.items():
         kept = (DOCS / "img" / f"{name}.svg").read_text()
