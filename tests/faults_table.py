@@ -215,7 +215,7 @@ FAULTS = [
           "set_prices_(engine.model, engine.progress.load_LE, num_live,",
           "set_prices_(engine.model, engine.progress.load_LE, num_valid,",
           "test_pipeline_reports.py -k far_from"),
-    Fault("F7", "prices end the proof that the balance loss is a sum over tokens",
+    Fault("F7", "prices end the proof of a sum over tokens",
           "chunk/placement.py", "return swapped or factors == (PARTIAL, REPLICATE)", "return False",
           "test_pipeline_reports.py -k 'far_from and chunk-graph'"),
     Fault("G1", "a second call of the router breaks ties otherwise", "model/router.py",

@@ -189,7 +189,7 @@ def test_overflow_while_warming_up_is_nobody_s_business(monkeypatch: pytest.Monk
         return captured
 
     monkeypatch.setattr(arms_module, "capture_step", watched)
-    engine = engine_of(config_of("error", 1.9, model__num_experts=8), "captured")
+    engine = engine_of(config_of("error", 1.9, model__num_experts=8, model__top_k=1), "captured")
     assert seen[0] > 0
     run_steps(engine, 1)
     assert engine.progress.updates == 1

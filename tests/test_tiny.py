@@ -19,6 +19,7 @@ FLAGS = [
     *("--training.local_batch_size", "4"),
     *("--training.microbatches", "2"),
     *("--training.steps", "12"),
+    *("--optimizer.lr", "0.02"),
     *("--ep.transport", "loopback"),
 ]
 
