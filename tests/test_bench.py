@@ -114,6 +114,8 @@ def test_combinations_that_are_not_legal_are_left_out_with_the_reason() -> None:
         ("every arm", {"ep.backend": "alltoall", "ep.reduce": "rank"})
     ]
     assert "ep.reduce=rank needs ep.backend=hybridep" in left_out[0].reason
+    with pytest.raises(ValueError, match=r"'alltoal' for argument 'ep\.backend'"):
+        request("ep.backend=alltoal,hybridep", "ep.reduce=slot,rank", flags=("--ep.padded",))
     with pytest.raises(ValueError, match=r"no combination is legal: ep.reduce=rank needs"):
         request("ep.backend=alltoall,minimal_async", "ep.reduce=rank", flags=("--ep.padded",))
 

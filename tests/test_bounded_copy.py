@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -77,20 +76,27 @@ def test_source_compiles_without_spills(arch: str, tmp_path: Path) -> None:
     assert usage["STACK"] == usage["LOCAL"] == 0
 
 
-@pytest.mark.parametrize(("shared", "fits"), [(228, False), (164, False), (256, True)])
+@pytest.mark.parametrize(
+    ("of_sm", "of_block", "claimed"),
+    [(228, 227, 120), (164, 163, 120), (100, 99, 99), (256, 227, None)],
+)
 def test_a_bound_that_cannot_be_kept_raises(
-    shared: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+    of_sm: int, of_block: int, claimed: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two CTAs on one SM are one too many; KiB of an SM of an H200, an A100 and a larger one."""
-    has = SimpleNamespace(shared_memory_per_multiprocessor=shared * 1024)
+    """KiB of an H200, an A100, an L40S, and an SM so large that two CTAs fit."""
+    has = SimpleNamespace(
+        shared_memory_per_multiprocessor=of_sm * 1024,
+        shared_memory_per_block_optin=of_block * 1024,
+    )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: has)
     device = torch.device("cuda", 0)
-    with (
-        pytest.raises(RuntimeError, match=r"two CTAs with 122880 bytes .* of cuda:0, which has")
-        if fits
-        else nullcontext()
-    ):
-        cuda_source._check_claim("bounded_copy", device, module.CLAIM_BYTES)
+    if claimed is None:
+        with pytest.raises(RuntimeError, match=r"two CTAs with 122880 bytes .* of cuda:0, which"):
+            cuda_source._claim("bounded_copy", device, module.CLAIM_BYTES)
+        return
+    found = cuda_source._claim("bounded_copy", device, module.CLAIM_BYTES)
+    assert found == claimed * 1024
+    assert 2 * found > of_sm * 1024
 
 
 def test_bad_arguments_are_named() -> None:

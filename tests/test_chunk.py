@@ -296,17 +296,27 @@ def test_a_cross_token_statistic_is_reported_and_may_not_leave() -> None:
             y, counts = super().forward(x)
             return y * self.layers[0].moe.mean, counts
 
-    def keeps_mean(x, out):
-        leaking.layers[0].moe.mean = out.mean()
-        return out
+    means = {
+        "mean": lambda out: out.mean(),
+        "div": lambda out: out.sum() / out.numel(),  # a sum, but over a number of tokens
+        "mul": lambda out: out.sum() * (1 / out.shape[0]),
+    }
 
-    leaking = Leaks(_exchange())
-    leaking.layers[0].moe.extra = keeps_mean
-    _refused(
-        r"mean.* in layers.0.moe.* leaves the region layers.0.moe to .* neither a slice",
-        None,
-        leaking,
-    )
+    def keeping(moe, mean):
+        def extra(x, out):
+            moe.mean = mean(out)
+            return out
+
+        return extra
+
+    for name, mean in means.items():
+        leaking = Leaks(_exchange())
+        leaking.layers[0].moe.extra = keeping(leaking.layers[0].moe, mean)
+        _refused(
+            rf"{name}.* in layers.0.moe.* leaves the region layers.0.moe to .* neither a slice",
+            None,
+            leaking,
+        )
 
 
 def test_a_proven_sum_may_leave() -> None:

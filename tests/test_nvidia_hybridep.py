@@ -164,7 +164,7 @@ def _overflow(rank: int, size: int) -> None:
         counts = [24, 0, 0, 0] if rank == 0 else [0, 0, 0, 0]
         assert plan.counts.tolist() == counts
         assert plan.offsets.tolist() == ([0, 24, 24, 24, 24] if rank == 0 else [0] * 5)
-        assert plan.overflow.tolist() == ([24] if rank == 0 else [0])
+        assert plan.overflow.tolist() == ([12] if rank == 0 else [0])  # a peer
         assert flags == [plan.overflow.clamp(max=1).tolist()]
         assert torch.equal(out, x * factors[0] * scores[:, :1].bfloat16())
         assert torch.equal(gx, g * scores[:, :1].bfloat16() * factors[0])
@@ -343,7 +343,7 @@ def test_the_absent_package_is_named(monkeypatch: pytest.MonkeyPatch, module) ->
 # --- settings, doctor, graphs
 
 FLAGS = ["--ep.backend", "hybridep_nvidia", "--ep.padded", "--ep.reduce", "rank"]
-FLAGS += ["--training.dtype", "bfloat16"]
+FLAGS += ["--training.dtype", "bfloat16", "--training.device", "cuda"]
 
 
 @pytest.mark.parametrize(
@@ -353,10 +353,15 @@ FLAGS += ["--training.dtype", "bfloat16"]
         (["--ep.reduce", "slot"], "ep.backend=hybridep_nvidia needs ep.reduce=rank; got slot"),
         (["--training.dtype", "float32"], "needs training.dtype=bfloat16; got float32"),
         (["--ep.transport", "loopback"], "needs ep.transport=auto; got loopback"),
+        (["--training.device", "cpu"], "two processes with a GPU each; got training.device=cpu"),
+        (["--parallelism.expert_parallel_degree", "1"], "expert_parallel_degree=1. Use ep.backend"),
         ([], "needs the package deep_ep"),
     ],
 )
-def test_settings_that_cannot_run(more: list[str], message: str) -> None:
+def test_settings_that_cannot_run(
+    more: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "deep_ep", None)
     config = load_config(["dsv3-tiny", *FLAGS])
     for flag, value in zip(more[::2], more[1::2], strict=True):
         config = load_config(["dsv3-tiny", *_with(flag, value)])
@@ -381,6 +386,7 @@ def test_doctor_says_whether_it_is_there(monkeypatch: pytest.MonkeyPatch) -> Non
     def line() -> doctor.Finding:
         return next(f for f in doctor.examine() if f.name == "DeepEP HybridEPBuffer")
 
+    monkeypatch.setitem(sys.modules, "deep_ep", None)
     assert (line().ok, line().value) == (False, "absent")
     assert "for ep.backend=hybridep_nvidia" in line().why
     monkeypatch.setitem(sys.modules, "deep_ep", fake_deep_ep)

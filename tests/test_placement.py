@@ -15,10 +15,10 @@ N = 2
 SHARD0, SHARD1 = Placement("Shard", 0), Placement("Shard", 1)
 
 
-def _node(target, shapes, out, small_out, args=None):
+def _node(target, shapes, out, small_out, args=None, small_args=None):
     """A node over placeholders x0, x1, ... of these shapes, and its twin."""
     made = []
-    for result in (out, small_out):
+    for result, args in ((out, args), (small_out, small_args or args)):  # noqa: B020
         g = fx.Graph()
         inputs = [g.placeholder(f"x{i}") for i in range(len(shapes))]
         for x, shape in zip(inputs, shapes, strict=True):
@@ -107,6 +107,34 @@ def test_sums_of_partials_and_nothing_else() -> None:
 def test_a_partial_may_be_scaled_by_what_all_chunks_share(target, placed, expected) -> None:
     node, twin, (a, b) = _node(target, [(3,), (3,)], (3,), (3,))
     assert place(node, twin, N, {a: placed[0], b: placed[1]})[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("target", "full", "small"),
+    [
+        (aten.div.Tensor, 8, 4),
+        (aten.mul.Tensor, 0.125, 0.25),
+        (aten.div.Scalar, 8, 4),
+        (aten.mul.Scalar, 0.125, 0.25),
+    ],
+)
+def test_a_sum_over_a_number_of_tokens_is_a_mean(target, full, small) -> None:
+    """Each chunk would divide by its own number: the means of n chunks add up to n means."""
+    node, twin, (x,) = _node(
+        target, [(3,)], (3,), (3,), args=lambda xs: (xs[0], full),
+        small_args=lambda xs: (xs[0], small),
+    )  # fmt: skip
+    assert place(node, twin, N, {x: PARTIAL}) == (MIXED, True)
+    node, twin, (x,) = _node(target, [(3,)], (3,), (3,), args=lambda xs: (xs[0], 5))
+    assert place(node, twin, N, {x: PARTIAL}) == (PARTIAL, False)
+
+
+def test_a_sum_expanded_to_the_tokens_is_a_slice() -> None:
+    node, twin, (x,) = _node(
+        aten.expand.default, [(1, 3)], (8, 3), (4, 3), args=lambda xs: (xs[0], [8, 3]),
+        small_args=lambda xs: (xs[0], [4, 3]),
+    )  # fmt: skip
+    assert place(node, twin, N, {x: PARTIAL})[0] == SHARD0
 
 
 def test_norm_backward_gives_a_shard_and_a_sum() -> None:

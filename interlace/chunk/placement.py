@@ -104,7 +104,8 @@ def place(
         placed = of.get(source, REPLICATE)
         return (placed[index] if isinstance(placed, tuple) else placed), False
     kinds = {p.kind for p in inputs}
-    if _is_partial(node, of, kinds):
+    # A number that depends on the tokens (a mean's, a size to expand to) makes it another function.
+    if _is_partial(node, of, kinds) and constants(node) == constants(twin):
         return PARTIAL, False
     if "Local" in kinds:
         return LOCAL, False

@@ -100,9 +100,11 @@ _buffers: dict[tuple[Any, ...], list[_Buffer]] = {}
 
 
 @atexit.register
-def close_buffers() -> None:
-    """Forgets all buffers, on every rank alike: after a step that was cut short, and at exit."""
-    _buffers.clear()
+def close_buffers(group_name: str | None = None) -> None:
+    """Forgets the buffers of a group, or all, on every rank of it alike: after a step that was cut
+    short, and at exit."""
+    for key in [k for k in _buffers if group_name in (None, k[0].name)]:
+        del _buffers[key]
 
 
 def launch(

@@ -83,7 +83,8 @@ def plan(
     transport.all_to_all(arrived_E, sent_E, group, counts=True)()
     ends_e = arrived_E.view(group.size, -1).sum(0).cumsum(0)
     offsets = torch.nn.functional.pad(ends_e, (1, 0)).clamp(max=room)
-    overflow = (ends_e[-1:] - room).clamp(min=0).int()
+    over = (ends_e[-1:] - room).clamp(min=0)
+    overflow = (-(-over // group.size)).int()  # rows a peer, as everywhere
     live = offsets[-1:].clone()
     row_R = torch.arange(room + 1, device=ids_TK.device)
     row_R.masked_fill_(row_R >= live, -1)

@@ -16,4 +16,4 @@ def reset(group: str | None = None) -> None:
     """
     pending.forget_all()
     close_windows(group)
-    close_buffers()
+    close_buffers(group)

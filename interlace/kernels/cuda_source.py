@@ -69,18 +69,22 @@ def _loaded(source: str, name: str, device: int, claim_bytes: int) -> CudaKernel
         _call("cuModuleLoadData", ctypes.byref(module), image)
         _call("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
         if claim_bytes:
-            _check_claim(name, where, claim_bytes)
+            claim_bytes = _claim(name, where, claim_bytes)
             _call("cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED, claim_bytes)
     return CudaKernel(name, where, function, claim_bytes)
 
 
-def _check_claim(name: str, device: torch.device, claim_bytes: int) -> None:
-    has = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+def _claim(name: str, device: torch.device, claim_bytes: int) -> int:
+    """As much of it as a CTA may have there; RuntimeError if two CTAs would still fit on an SM."""
+    properties = torch.cuda.get_device_properties(device)
+    has = properties.shared_memory_per_multiprocessor
+    claim_bytes = min(claim_bytes, properties.shared_memory_per_block_optin)
     if 2 * claim_bytes <= has:
         raise RuntimeError(
             f"{name}: two CTAs with {claim_bytes} bytes of shared memory each fit on one SM of "
             f"{device}, which has {has}; N CTAs would not be N SMs. Leave the exchange unbounded."
         )
+    return claim_bytes
 
 
 @functools.cache

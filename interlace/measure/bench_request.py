@@ -99,8 +99,8 @@ def read_settings(
     found, refused = [], []
     for texts in itertools.product(*(values for _, values in axes)):
         flags = [flag for n, text in zip(names, texts, strict=True) for flag in _flags(n, text)]
+        config = load_config([*rest, *flags])  # a value that no combination could have is an error
         try:
-            config = load_config([*rest, *flags])
             check(config, world_size)
         except ValueError as error:
             if len(axes) < 2:

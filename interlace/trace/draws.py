@@ -70,7 +70,8 @@ class Draws:
         for name in [n for n, state in others.items() if now[n] != state]:
             raise ValueError(
                 f"trace_step: the step draws random numbers with {name}, which would be the same "
-                "in every run of the graph; draw them with torch."
+                "in every run of the graph; draw them with torch. (If it does not, another thread "
+                "of this process did meanwhile: give that one a generator of its own.)"
             )
 
     def _watch(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

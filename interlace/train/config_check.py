@@ -119,6 +119,13 @@ def _check_ep(config: Config) -> None:
         for name, _, value, *_ in walk(config):
             if value != (need := NVIDIA_NEEDS.get(name, value)):
                 raise ValueError(f"ep.backend=hybridep_nvidia needs {name}={need}; got {value}.")
+        degree = config.parallelism.expert_parallel_degree
+        if config.training.device == "cpu" or degree < 2:
+            raise ValueError(
+                "ep.backend=hybridep_nvidia needs at least two processes with a GPU each; got "
+                f"training.device={config.training.device} and "
+                f"parallelism.expert_parallel_degree={degree}. Use ep.backend=hybridep."
+            )
         if importlib.util.find_spec("deep_ep") is None:
             raise ValueError(
                 "ep.backend=hybridep_nvidia needs the package deep_ep, which is not installed; "
