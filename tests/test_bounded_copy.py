@@ -84,11 +84,9 @@ def test_a_bound_that_cannot_be_kept_raises(
     of_sm: int, of_block: int, claimed: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """KiB of an H200, an A100, an L40S, and an SM so large that two CTAs fit."""
-    has = SimpleNamespace(
-        shared_memory_per_multiprocessor=of_sm * 1024,
-        shared_memory_per_block_optin=of_block * 1024,
-    )
+    has = SimpleNamespace(shared_memory_per_multiprocessor=of_sm * 1024)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: has)
+    monkeypatch.setattr(cuda_source, "_most_shared", lambda _: of_block * 1024)
     device = torch.device("cuda", 0)
     if claimed is None:
         with pytest.raises(RuntimeError, match=r"two CTAs with 122880 bytes .* of cuda:0, which"):

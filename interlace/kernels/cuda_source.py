@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_SHARED_OPTIN = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 
 
 @dataclass(frozen=True)
@@ -76,15 +77,21 @@ def _loaded(source: str, name: str, device: int, claim_bytes: int) -> CudaKernel
 
 def _claim(name: str, device: torch.device, claim_bytes: int) -> int:
     """As much of it as a CTA may have there; RuntimeError if two CTAs would still fit on an SM."""
-    properties = torch.cuda.get_device_properties(device)
-    has = properties.shared_memory_per_multiprocessor
-    claim_bytes = min(claim_bytes, properties.shared_memory_per_block_optin)
+    has = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+    claim_bytes = min(claim_bytes, _most_shared(device))
     if 2 * claim_bytes <= has:
         raise RuntimeError(
             f"{name}: two CTAs with {claim_bytes} bytes of shared memory each fit on one SM of "
             f"{device}, which has {has}; N CTAs would not be N SMs. Leave the exchange unbounded."
         )
     return claim_bytes
+
+
+def _most_shared(device: torch.device) -> int:
+    """Bytes of shared memory that a CTA may have at most."""
+    most = ctypes.c_int()
+    _call("cuDeviceGetAttribute", ctypes.byref(most), _SHARED_OPTIN, _driver_device(device))
+    return most.value
 
 
 @functools.cache
@@ -144,10 +151,14 @@ def _bind_context(device: torch.device) -> None:
     context = ctypes.c_void_p()
     _call("cuCtxGetCurrent", ctypes.byref(context))
     if not context.value:
-        handle = ctypes.c_int()
-        _call("cuDeviceGet", ctypes.byref(handle), device.index)
-        _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), handle)
+        _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), _driver_device(device))
         _call("cuCtxSetCurrent", context)
+
+
+def _driver_device(device: torch.device) -> ctypes.c_int:
+    handle = ctypes.c_int()
+    _call("cuDeviceGet", ctypes.byref(handle), device.index)
+    return handle
 
 
 @functools.cache
